@@ -79,12 +79,14 @@ class Commit:
     """These tokens are now true, this is what the target felt at each, and `next` comes after.
 
     `features` [len(tokens), taps*H]: the taps in the drafter's order, concatenated; None for a drafter without taps.
-    The next of a prefill chunk is the first token of the following chunk.
+    `start` is the index of tokens[0]: a drafter raises on a gap. The next of a prefill chunk is the first token of the
+    following chunk.
     """
 
     tokens: tuple[int, ...]
     features: Array | None
     next: int
+    start: int
 
 
 class Drafter(Protocol):

@@ -1,0 +1,44 @@
+# Two commands: `make chat` and `make test`. Needs python3 (3.10 or newer), make and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: setup chat test test-long lint golden clean
+export PROMPT MODEL
+
+setup: $(VENV)/.lisa
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.lisa: pyproject.toml | $(BIN)/python
+	@echo "installing lisa into $(VENV)"
+	$(PIP) --editable ".[cpu]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "installing lisa and its test tools into $(VENV)"
+	$(PIP) --editable ".[cpu,dev]"
+	@touch $@ $(VENV)/.lisa
+
+# make chat PROMPT="What is the capital of France?" answers once; MODEL=... takes another model.
+chat: setup
+	@$(BIN)/lisa chat $(if $(MODEL),--model "$$MODEL") $(if $(PROMPT),-- "$$PROMPT")
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+golden: setup
+	$(BIN)/python -m bench.golden tests/golden/*/
+
+clean:
+	rm -rf $(VENV)

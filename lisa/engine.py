@@ -1,0 +1,324 @@
+"""Engine: loaded weights. Session: one timeline. The only decoding loop.
+
+The invariant of a round: `state` holds `tokens[:-1]`; the last token is emitted but not yet read by the target.
+Plain decoding is the drafter that proposes nothing (docs/how-it-works.md walks through a round).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from lisa import sampling
+from lisa.errors import ContextFull
+from lisa.pace import Fixed, Pacer, Round
+from lisa.state import State
+from lisa.target import Target
+from lisa.types import MAX_WIDTH, Array, Commit, Done, Drafter, Event, Progress, Proposal, Reason, Request, Stats
+from lisa.types import TokenLogprob, Tokens
+from lisa.verify import Outcome, Verdict, verify
+
+_UNBOUNDED = 1 << 31
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What sessions share: the weights, how to make a drafter and a pacer, and the prompt tokens a prefill forward reads.
+
+    `why` says how the drafter came to be chosen; every result's stats repeat it.
+    """
+
+    target: Target
+    drafter: Callable[[], Drafter]
+    pacer: Callable[[], Pacer] = lambda: Fixed(MAX_WIDTH)
+    chunk: int = 512
+    why: str = ""
+
+    def session(self) -> Session:
+        return Session(self)
+
+
+class Session:
+    """One timeline: its tokens, the target's state and the drafter, which agree with one another between rounds."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.tokens: list[int] = []
+        self.state: State = engine.target.new_state()
+        self.drafter = engine.drafter()
+        self.pacer = engine.pacer()
+
+    def run(self, request: Request) -> Generator[Event, None, None]:
+        """Generate after `request.tokens`, yielding events of which the last is Done.
+
+        Closing the generator cancels, and an exception ends it: either way what was not delivered is taken back. Raises
+        ContextFull when the prompt leaves no room for an answer.
+        """
+        run = _Run(self, request)
+        try:
+            yield from run.prefill()
+            yield from run.decode()
+        finally:
+            if self.state.opened:
+                self.state.commit(0)
+
+    def sync(self, tokens: tuple[int, ...]) -> int:
+        """Go back to the longest usable prefix of `tokens`, short of their last one, which must be read for its logits.
+
+        Returns the number of tokens that need not be read again.
+        """
+        length = min(_common(self.tokens, tokens), len(tokens) - 1)
+        while (reached := min(self.state.rewind(length), self.drafter.rewind(length))) < length:
+            length = reached
+        self.tokens = list(tokens[:length])
+        return length
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A forward under way: everything here is lazy."""
+
+    proposal: Proposal
+    verdict: Verdict
+    features: Array | None
+    logprobs: tuple[Array, ...]
+    position: int
+
+
+class _Run:
+    """One request on a session."""
+
+    def __init__(self, session: Session, request: Request):
+        self.session = session
+        self.target = session.engine.target
+        self.request = request
+        seed = request.sampling.seed
+        self.sampling = replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed)
+        self.sampler = sampling.Sampler(self.sampling, self.target.vocab, request.tokens)
+        self.ledger = _Ledger(request, _room(request, self.target.context))
+        self.fresh = mx.array([], mx.int32)  # delivered, not yet counted by the sampler nor read by the target
+
+    def prefill(self) -> Iterator[Event]:
+        """Read the prompt in chunks, handing taps on chunk by chunk; ends with the first token."""
+        session, prompt = self.session, self.request.tokens
+        self.ledger.cached = session.sync(prompt)
+        yield Progress(self.ledger.cached, len(prompt))
+        chunk, step = (), None
+        for start in range(self.ledger.cached, len(prompt), session.engine.chunk):
+            chunk = prompt[start : start + session.engine.chunk]
+            final = start + len(chunk) == len(prompt)
+            tokens = mx.array(chunk, mx.int32)
+            logits, features = self.target.forward(tokens, session.state, session.drafter.taps, rows=int(final))
+            session.tokens += chunk
+            if final:
+                step = self._judge(_nothing(), logits, features, len(prompt) - 1)
+            else:
+                # Evaluated here, so that the graph and the taps of one chunk at most are ever held.
+                mx.eval(session.state.arrays(), [] if features is None else features)
+                session.drafter.observe(Commit(chunk, features, prompt[start + len(chunk)], start))
+                yield Progress(start + len(chunk), len(prompt))
+        assert step is not None
+        kept, event = self.ledger.take(step, step.verdict.read())
+        session.tokens += kept
+        session.drafter.observe(Commit(chunk, step.features, kept[0], len(prompt) - len(chunk)))
+        self.fresh = mx.array(kept, mx.int32)
+        yield Progress(len(prompt), len(prompt))
+        yield event
+
+    def decode(self) -> Iterator[Event]:
+        """Rounds of draft, verify, commit, emit, until the ledger says why to stop."""
+        step: _Step | None = None
+        while self.ledger.reason is None:
+            began = time.perf_counter()
+            if step is None:
+                step = self._dispatch(self._draft())
+            ahead = self._dispatch_ahead(step)
+            outcome = step.verdict.read()
+            event = self._settle(step, outcome, committed=ahead is not None)
+            self._learn(step, event, time.perf_counter() - began)
+            yield event
+            step = ahead
+        if self.session.state.opened:  # the step ahead read a token that nothing follows
+            self.session.state.commit(0)
+        yield Done(self.ledger.reason, self._stats())
+
+    def _draft(self) -> Proposal:
+        width = self._width(self.session.state.length)
+        if width <= 0:
+            return _nothing()
+        return self.session.drafter.propose(self.session.tokens[-1], width, self.sampling, self.session.state.length)
+
+    def _width(self, position: int) -> int:
+        """Tokens to draft after the anchor at `position`: what the pacer wants, within what can be used."""
+        drafter = self.session.drafter
+        room = self.ledger.room - self.ledger.delivered - 1
+        if drafter.limit is not None:
+            room = min(room, drafter.limit - 1 - position)
+        return 0 if room <= 0 else min(self.session.pacer.width(), drafter.width, MAX_WIDTH, room)
+
+    def _dispatch(self, proposal: Proposal) -> _Step:
+        """Start the forward over the anchor and its draft, and its verdict."""
+        session = self.session
+        position = session.state.length
+        self.sampler.commit(self.fresh)
+        rows = 1 + proposal.size
+        inputs = mx.concatenate([self.fresh[-1:], proposal.tokens]) if proposal.size else self.fresh[-1:]
+        session.state.open(rows)
+        logits, features = self.target.forward(inputs, session.state, session.drafter.taps, rows)
+        step = self._judge(proposal, logits, features, position)
+        mx.async_eval(step.verdict.packed, *step.logprobs)
+        return step
+
+    def _dispatch_ahead(self, step: _Step) -> _Step | None:
+        """While parked, start the next plain step before the last one is read."""
+        more = self.ledger.room - self.ledger.delivered > 1
+        if step.proposal.size or not more or self._width(step.position + 1) > 0:
+            return None
+        self.session.state.commit(1)
+        self.fresh = step.verdict.next
+        return self._dispatch(_nothing())
+
+    def _judge(self, proposal: Proposal, logits: Array, features: Array | None, position: int) -> _Step:
+        verdict = verify(proposal, logits, self.sampler, position)
+        logprobs: tuple[Array, ...] = ()
+        if self.request.logprobs is not None:
+            logprobs = sampling.logprobs(logits, verdict.rows, self.request.logprobs)
+        return _Step(proposal, verdict, features, logprobs, position)
+
+    def _settle(self, step: _Step, outcome: Outcome, committed: bool) -> Tokens:
+        """Make the kept tokens true in the state, the drafter and the session."""
+        session = self.session
+        kept, event = self.ledger.take(step, outcome)
+        if not committed:
+            session.state.commit(len(kept))
+            self.fresh = mx.array(kept, mx.int32)
+        read = (session.tokens[-1], *kept[:-1])
+        features = None if step.features is None else step.features[: len(kept)]
+        session.drafter.observe(Commit(read, features, kept[-1], step.position))
+        session.tokens += kept
+        return event
+
+    def _learn(self, step: _Step, event: Tokens, seconds: float) -> None:
+        ended = self.ledger.reason is not None
+        self.session.pacer.learn(Round(step.proposal.source, event.drafted, event.accepted, seconds, ended))
+
+    def _stats(self) -> Stats:
+        assert self.sampling.seed is not None
+        return self.ledger.stats(self.sampling.seed, self.session.drafter.source, self.session.engine.why)
+
+
+class _Ledger:
+    """The one place where end of turn, stop strings, limits, logprobs and counters are applied, token by token."""
+
+    def __init__(self, request: Request, room: int):
+        self.request = request
+        self.room = room
+        self.reason: Reason | None = None if room > 0 else "length"
+        self.cached = self.delivered = self.rounds = self.drafted = self.accepted = 0
+        self._proposed_at = [0] * MAX_WIDTH
+        self._accepted_at = [0] * MAX_WIDTH
+        self._began = time.perf_counter()
+        self._first: float | None = None
+        self._latest = self._began
+
+    def take(self, step: _Step, outcome: Outcome) -> tuple[tuple[int, ...], Tokens]:
+        """The tokens of a round that are kept (an end of turn included), and the event that delivers them."""
+        kept: list[int] = []
+        for token in outcome.tokens:
+            kept.append(token)
+            self.reason = self._after(token)
+            if self.reason is not None:
+                break
+        ids = tuple(kept[:-1] if kept[-1] in self.request.eos else kept)
+        accepted = min(outcome.accepted, len(ids))
+        # What stood in the draft past the end was not judged.
+        drafted = len(outcome.drafted) if len(kept) == len(outcome.tokens) else accepted
+        self._count(step, drafted, accepted)
+        text, reasoning = self._text()
+        return tuple(kept), Tokens(ids, text, reasoning, drafted, accepted, self._logprobs(step, ids))
+
+    def _after(self, token: int) -> Reason | None:
+        if token in self.request.eos:
+            return "stop"
+        self.delivered += 1
+        if self.request.reader is not None and self.request.reader.push(token):
+            return "stop"
+        return "length" if self.delivered >= self.room else None
+
+    def _count(self, step: _Step, drafted: int, accepted: int) -> None:
+        self._latest = time.perf_counter()
+        if self._first is None:
+            self._first = self._latest  # the token that prefill ends with belongs to no round
+            return
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        for i in range(drafted):
+            self._proposed_at[i] += 1
+            self._accepted_at[i] += i < accepted
+
+    def _text(self) -> tuple[str, str]:
+        reader = self.request.reader
+        if reader is None:
+            return "", ""
+        text, reasoning = reader.take()
+        if self.reason is not None:
+            rest, rest_reasoning = reader.finish()
+            return text + rest, reasoning + rest_reasoning
+        return text, reasoning
+
+    def _logprobs(self, step: _Step, ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+        if not step.logprobs:
+            return ()
+        chosen, best, scores = (a.tolist() for a in step.logprobs)
+        return tuple(
+            TokenLogprob(token, chosen[i], tuple(zip(best[i], scores[i], strict=True))) for i, token in enumerate(ids)
+        )
+
+    def stats(self, seed: int, drafter: str, why: str) -> Stats:
+        width = sum(n > 0 for n in self._proposed_at)
+        first = self._latest if self._first is None else self._first
+        return Stats(
+            prompt_tokens=len(self.request.tokens),
+            cached_tokens=self.cached,
+            completion_tokens=self.delivered,
+            rounds=self.rounds,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            proposed_at=tuple(self._proposed_at[:width]),
+            accepted_at=tuple(self._accepted_at[:width]),
+            ttft=first - self._began,
+            decode=self._latest - first,
+            seed=seed,
+            drafter=drafter,
+            why=why,
+        )
+
+
+def _room(request: Request, context: int | None) -> int:
+    """Tokens a request may deliver."""
+    prompt = len(request.tokens)
+    if not prompt:
+        raise ContextFull("the prompt is empty; give at least one token")
+    if context is not None and prompt >= context:
+        raise ContextFull(f"the prompt has {prompt} tokens and the context holds {context}; shorten the conversation")
+    room = _UNBOUNDED if context is None else context - prompt
+    return room if request.max_tokens is None else min(room, request.max_tokens)
+
+
+def _nothing() -> Proposal:
+    return Proposal(mx.zeros((0,), mx.int32), 0, "none")
+
+
+def _common(a: list[int], b: tuple[int, ...]) -> int:
+    """Length of the longest common prefix."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length

@@ -1,0 +1,215 @@
+"""Target: one forward with taps over an mlx-lm model.
+
+The layers, their weights and their quantisation are mlx-lm's. What is ours: which rows get logits, the taps (the
+residual stream after a layer, before any final norm), and Gated DeltaNet layers that record what a rollback replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama, qwen3, qwen3_5
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.gated_delta import compute_g, normalize_qk
+from mlx_lm.utils import load_model
+
+from lisa.errors import DamagedModel, UnsupportedModel
+from lisa.state import RecurrentCache, State
+
+FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_5_text")
+
+
+class GatedDeltaNet(qwen3_5.GatedDeltaNet):  # type: ignore[misc]
+    """mlx-lm's layer with the recurrence as one op, leaving in its cache what `State.commit` replays.
+
+    Rows are [1, T, H]; the cache holds the conv window [1, kernel-1, channels] and the state [1, Hv, Dv, Dk] float32.
+    """
+
+    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: RecurrentCache | None = None) -> mx.array:
+        batch, rows, _ = inputs.shape
+        window, state = (cache[0], cache[1]) if cache is not None else (None, None)
+        if window is None:
+            window = mx.zeros((batch, self.conv_kernel_size - 1, self.conv_dim), inputs.dtype)
+        if state is None:
+            state = mx.zeros((batch, self.num_v_heads, self.head_v_dim, self.head_k_dim), mx.float32)
+        conv_input = mx.concatenate([window, self.in_proj_qkv(inputs)], axis=1)
+        q, k, v = self._heads(nn.silu(self.conv1d(conv_input)))
+        g = compute_g(self.A_log, self.in_proj_a(inputs), self.dt_bias)
+        beta = mx.sigmoid(self.in_proj_b(inputs))
+        out, after = mx.fast.gated_delta_update(q, k, v, g, beta, state)
+        if cache is not None:
+            cache[0], cache[1] = self._window_after(conv_input, rows), after
+            if cache.recording:
+                cache.replay = partial(self._replay, conv_input, (q, k, v, g, beta), state)
+        z = self.in_proj_z(inputs).reshape(batch, rows, self.num_v_heads, self.head_v_dim)
+        mixed: mx.array = self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
+        return mixed
+
+    def _heads(self, conv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        batch, rows, _ = conv.shape
+        q, k, v = mx.split(conv, [self.key_dim, 2 * self.key_dim], axis=-1)
+        q, k = (x.reshape(batch, rows, self.num_k_heads, self.head_k_dim) for x in (q, k))
+        q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
+        return q, k, v.reshape(batch, rows, self.num_v_heads, self.head_v_dim)
+
+    def _window_after(self, conv_input: mx.array, rows: int) -> mx.array:
+        return mx.contiguous(conv_input[:, rows : rows + self.conv_kernel_size - 1, :])
+
+    def _replay(self, conv_input: mx.array, steps: tuple[mx.array, ...], state: mx.array, n: int) -> list[mx.array]:
+        _, after = mx.fast.gated_delta_update(*(x[:, :n] for x in steps), state)
+        return [self._window_after(conv_input, n), after]
+
+
+class Hybrid(qwen3_5.Model):  # type: ignore[misc]
+    """qwen3_5 with recording Gated DeltaNet layers."""
+
+    def __init__(self, args: Any):
+        super().__init__(args)
+        for layer in self.layers:
+            if layer.is_linear:
+                layer.linear_attn = GatedDeltaNet(self.language_model.args)
+
+    def make_cache(self) -> list[Any]:
+        return [RecurrentCache(2) if layer.is_linear else KVCache() for layer in self.layers]
+
+
+def model_classes(config: Mapping[str, Any]) -> tuple[type, type]:
+    """For mlx-lm's load_model. Raises UnsupportedModel for any family but those Lisa is tested on."""
+    kind = config.get("model_type")
+    text = config.get("text_config", config)
+    if kind in ("qwen3_5", "qwen3_5_text") and not text.get("num_experts"):
+        return Hybrid, qwen3_5.ModelArgs
+    if kind == "qwen3":
+        return qwen3.Model, qwen3.ModelArgs
+    if kind == "llama":
+        return llama.Model, llama.ModelArgs
+    raise UnsupportedModel(
+        f"model_type {kind!r} is not supported; Lisa runs dense models of the families llama, qwen3 and qwen3_5"
+    )
+
+
+class Target:
+    """A loaded model. One timeline's context lives in a State, never here.
+
+    `vocab` is the number of usable token ids: logits of padding rows past it are cut off. `layers` counts decoder layers,
+    `hidden` is H, `context` the longest sequence the model was made for (None when the config does not say).
+    """
+
+    def __init__(self, model: nn.Module, config: Mapping[str, Any], *, name: str = "", vocab: int | None = None, kv_bits: int | None = None):
+        self.model = model
+        self.name = name
+        self.config: Mapping[str, Any] = config.get("text_config", config)
+        self._body = model.model
+        self._layers = list(self._body.layers)
+        self._kinds = [_kind(layer) for layer in self._layers]
+        self._window = self.config.get("sliding_window")
+        owner = getattr(model, "language_model", model)
+        self._tied = "lm_head" not in owner
+        self._head = self._body.embed_tokens if self._tied else owner["lm_head"]
+        self._kv_bits = kv_bits
+        self.rows = int(self.config["vocab_size"])
+        self.vocab = min(vocab or self.rows, self.rows)
+        self.layers = len(self._layers)
+        self.hidden = int(self.config["hidden_size"])
+        self.context: int | None = self.config.get("max_position_embeddings")
+
+    @classmethod
+    def load(cls, folder: Path, *, dtype: mx.Dtype | None = None, name: str = "", vocab: int | None = None, kv_bits: int | None = None) -> Target:
+        """Read a model folder in mlx-lm's layout, quantised or not, sharded or not.
+
+        `dtype` converts what is not packed; None keeps it, except that a CPU computes in float32 (its only fast format).
+        Raises UnsupportedModel for another family, DamagedModel when tensors are missing or misshapen.
+        """
+        try:
+            model, config = load_model(folder, lazy=True, get_model_classes=model_classes)
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise DamagedModel(f"{folder} does not hold a complete model: {_first_line(error)}; fetch it again") from error
+        if dtype is None and mx.default_device() == mx.cpu:
+            dtype = mx.float32
+        if dtype is not None:
+            model.set_dtype(dtype)
+        mx.eval(model.parameters())
+        return cls(model, config, name=name or folder.name, vocab=vocab, kv_bits=kv_bits)
+
+    def new_state(self) -> State:
+        """An empty context. Raises UnsupportedModel when a layer's cache has no exact way back."""
+        caches = self.model.make_cache() if hasattr(self.model, "make_cache") else [KVCache() for _ in self._layers]
+        if self._kv_bits is not None:
+            caches = [QuantizedKVCache(bits=self._kv_bits) if type(c) is KVCache else c for c in caches]
+        return State(caches)
+
+    def forward(self, tokens: mx.array, state: State, taps: Sequence[int] = (), rows: int = 1) -> tuple[mx.array, mx.array | None]:
+        """Read `tokens` int32 [T] after what `state` holds.
+
+        Returns float32 logits [rows, vocab] of the last `rows` rows, and the taps [T, len(taps) * H] in the order asked
+        for (None without taps). Lazy.
+        """
+        h = self.embed(tokens)[None]
+        masks = {kind: self._mask(kind, h, state) for kind in set(self._kinds)}
+        outputs = {}
+        for i, (layer, kind, cache) in enumerate(zip(self._layers, self._kinds, state.caches, strict=True)):
+            h = layer(h, masks[kind], cache)
+            if i in taps:
+                outputs[i] = h[0]
+        state.advance(tokens.shape[0])
+        features = mx.concatenate([outputs[i] for i in taps], axis=-1) if taps else None
+        return self.head(self.norm(h[0, h.shape[1] - rows :])), features
+
+    def _mask(self, kind: str, h: mx.array, state: State) -> Any:
+        if kind == "recurrent":
+            return None
+        cache = state.caches[self._kinds.index(kind)]
+        return create_attention_mask(h, cache, window_size=self._window if kind == "sliding" else None)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """int [...] -> [..., H]."""
+        embedded: mx.array = self._body.embed_tokens(tokens)
+        return embedded
+
+    def norm(self, hidden: mx.array) -> mx.array:
+        """The final norm, [..., H] -> [..., H]."""
+        normed: mx.array = self._body.norm(hidden)
+        return normed
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Normed hiddens [..., H] -> float32 logits [..., vocab]."""
+        logits: mx.array = self._head.as_linear(hidden) if self._tied else self._head(hidden)
+        return logits[..., : self.vocab].astype(mx.float32)
+
+    def head_rows(self, ids: mx.array) -> mx.array:
+        """Rows of the head, int [...] -> float32 [..., H], dequantised where they are packed."""
+        module = self._head
+        if "scales" not in module:
+            rows: mx.array = module["weight"][ids].astype(mx.float32)
+            return rows
+        biases = module.get("biases")
+        return mx.dequantize(
+            module["weight"][ids],
+            module["scales"][ids],
+            None if biases is None else biases[ids],
+            group_size=module.group_size,
+            bits=module.bits,
+            mode=module.mode,
+        ).astype(mx.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(value.nbytes for _, value in tree_flatten(self.model.parameters()))
+
+
+def _kind(layer: nn.Module) -> str:
+    if getattr(layer, "is_linear", False):
+        return "recurrent"
+    return "sliding" if getattr(layer, "use_sliding", False) else "full"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
