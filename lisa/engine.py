@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from lisa import sampling
-from lisa.errors import ContextFull
+from lisa.errors import Cancelled, ContextFull
 from lisa.pace import Fixed, Pacer, Round
 from lisa.state import State
 from lisa.target import Target
@@ -55,23 +55,29 @@ class Session:
     def run(self, request: Request) -> Generator[Event, None, None]:
         """Generate after `request.tokens`, yielding events of which the last is Done.
 
-        Closing the generator cancels, and an exception ends it: either way what was not delivered is taken back. Raises
-        ContextFull when the prompt leaves no room for an answer.
+        Throwing Cancelled in ends it with Done("cancelled"); closing the generator or an exception ends it at once. In
+        each case what was not delivered is taken back. Raises ContextFull when the prompt leaves no room for an answer.
         """
         run = _Run(self, request)
         try:
             yield from run.prefill()
             yield from run.decode()
+        except Cancelled:
+            yield Done("cancelled", run.stats())
         finally:
             if self.state.opened:
                 self.state.commit(0)
+
+    def shared(self, tokens: tuple[int, ...]) -> int:
+        """Length of the prefix of `tokens` that this timeline begins with."""
+        return _common(self.tokens, tokens)
 
     def sync(self, tokens: tuple[int, ...]) -> int:
         """Go back to the longest usable prefix of `tokens`, short of their last one, which must be read for its logits.
 
         Returns the number of tokens that need not be read again.
         """
-        length = min(_common(self.tokens, tokens), len(tokens) - 1)
+        length = min(self.shared(tokens), len(tokens) - 1)
         while (reached := min(self.state.rewind(length), self.drafter.rewind(length))) < length:
             length = reached
         self.tokens = list(tokens[:length])
@@ -144,7 +150,7 @@ class _Run:
             step = ahead
         if self.session.state.opened:  # the step ahead read a token that nothing follows
             self.session.state.commit(0)
-        yield Done(self.ledger.reason, self._stats())
+        yield Done(self.ledger.reason, self.stats())
 
     def _draft(self) -> Proposal:
         width = self._width(self.session.state.length)
@@ -206,7 +212,7 @@ class _Run:
         ended = self.ledger.reason is not None
         self.session.pacer.learn(Round(step.proposal.source, event.drafted, event.accepted, seconds, ended))
 
-    def _stats(self) -> Stats:
+    def stats(self) -> Stats:
         assert self.sampling.seed is not None
         return self.ledger.stats(self.sampling.seed, self.session.drafter.source, self.session.engine.why)
 

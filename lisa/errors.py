@@ -59,3 +59,7 @@ class NoBackend(LisaError):
 
 class Closed(LisaError):
     """The model was closed while this was waiting."""
+
+
+class Cancelled(Exception):
+    """Thrown into a running generation to end it; not an error, and never seen by a caller."""

@@ -1,0 +1,153 @@
+"""A model's name -> an Engine and its tokenizer. The only room that knows every kind of thing.
+
+MLX is imported with this module: choose the BLAS first (lisa/blas.py), as lisa/api.py does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from lisa import catalog, convert, hub
+from lisa.drafters.ngram import Ngram
+from lisa.drafters.none import Nothing
+from lisa.engine import Engine
+from lisa.errors import DamagedModel, LisaError, UnknownModel, UsageError
+from lisa.memory import gigabytes, machine
+from lisa.pace import Fixed
+from lisa.target import Target, model_classes
+from lisa.tokenizer import Tokenizer, load_tokenizer
+from lisa.types import MAX_WIDTH, Drafter, Sampling
+
+Say = Callable[[str], None]
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"none": Nothing, "ngram": Ngram}
+
+_NGRAM_WIDTH = 3
+"""Prompt lookup is often wrong, and past four rows a verify pass costs more than one row on a CPU."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """`sampling` are the model's own defaults. `about` is one line on what was loaded."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    sampling: Sampling
+    name: str
+    about: str
+
+
+def load(
+    spec: str,
+    *,
+    drafter: str = "auto",
+    width: int | None = None,
+    quantisation: str | None = None,
+    kv_bits: int | None = None,
+    chunk: int = 512,
+    offline: bool = False,
+    say: Say | None = None,
+) -> Loaded:
+    """A catalogue name, a folder or a Hub id -> everything needed to generate.
+
+    `quantisation` picks one of the catalogue's ("4bit", "8bit"); `width` fixes the draft width. Raises LisaError of the
+    kind that fits: UnknownModel, NotCached, HubError, DamagedModel, UnsupportedModel, UsageError.
+    """
+    kind, why = _choose_drafter(drafter)
+    if width is not None and not 0 <= width <= MAX_WIDTH:
+        raise UsageError(f"the draft width is between 0 and {MAX_WIDTH}, not {width}")
+    entry = catalog.find(spec)
+    folder, name = _folder(spec, entry, quantisation, offline, say)
+    model_classes(hub._read_json(folder / "config.json"))  # refuses another family before anything is read
+    tokenizer = load_tokenizer(folder)
+    target = Target.load(folder, name=name, vocab=tokenizer.vocab, kv_bits=kv_bits)
+    engine = Engine(target, DRAFTERS[kind], lambda: Fixed(_width(kind, width)), chunk, why)
+    device = "Metal" if mx.default_device() == mx.gpu else "CPU"
+    about = f"{name}, {gigabytes(target.nbytes)} of weights on {device}, drafter {kind} ({why})"
+    return Loaded(engine, tokenizer, _sampling(folder, entry), name, about)
+
+
+def _choose_drafter(asked: str) -> tuple[str, str]:
+    if asked == "auto":
+        return "ngram", "no trained drafter for this model"
+    if asked not in DRAFTERS:
+        raise UsageError(f"unknown drafter {asked!r}; known are auto, {', '.join(DRAFTERS)}")
+    return asked, "asked for"
+
+
+def _width(kind: str, asked: int | None) -> int:
+    if asked is not None:
+        return asked
+    return _NGRAM_WIDTH if kind == "ngram" else MAX_WIDTH
+
+
+def _folder(
+    spec: str, entry: catalog.Entry | None, quantisation: str | None, offline: bool, say: Say | None
+) -> tuple[Path, str]:
+    """A checked model folder and the model's name."""
+    if entry is None:
+        if quantisation is not None:
+            raise UsageError(f"{spec} is not in the catalogue, so there is no quantisation to choose: name its folder or id")
+        known = [e.name for e in catalog.entries()]
+        resolved = hub.resolve(spec, offline=offline, progress=say, known=known)
+        return resolved.path, resolved.name
+    weights = _weights(entry, quantisation)
+    if weights.wheel is not None:
+        return _converted(entry, weights.wheel, offline, say), entry.name
+    assert weights.repo is not None
+    check_fits(entry, weights)
+    return hub.resolve(weights.repo, offline=offline, progress=say).path, entry.name
+
+
+def _weights(entry: catalog.Entry, quantisation: str | None) -> catalog.Weights:
+    if quantisation is None:
+        return entry.weights[0]
+    for weights in entry.weights:
+        if weights.quantisation == quantisation:
+            return weights
+    known = ", ".join(w.quantisation for w in entry.weights)
+    raise UsageError(f"{entry.name} comes as {known}, not as {quantisation!r}")
+
+
+def check_fits(entry: catalog.Entry, weights: catalog.Weights) -> None:
+    """Raises LisaError before anything is fetched when this machine's memory cannot hold the weights."""
+    has = machine().memory
+    if weights.bytes > 0.9 * has:
+        raise LisaError(
+            f"{entry.name} needs {gigabytes(weights.bytes)} for its weights and this machine has {gigabytes(has)} of memory; "
+            "try a smaller model, such as smollm2-135m"
+        )
+
+
+def _converted(entry: catalog.Entry, wheel: catalog.Wheel, offline: bool, say: Say | None) -> Path:
+    """The embedded model as an ordinary folder in the user's cache, made once."""
+    quantised = mx.default_device() == mx.gpu
+    out = hub.cache_folder() / f"{entry.name}-{'4bit' if quantised else 'float32'}-{wheel.sha256[:8]}"
+    if out.is_dir():
+        try:
+            hub.check_folder(out)
+            return out
+        except DamagedModel as error:
+            raise DamagedModel(f"{error}; or remove {out}, and it is made again") from error
+    gguf = hub.wheel_file(wheel.requirement, wheel.file, wheel.sha256, hub.cache_folder(), offline=offline, progress=say)
+    if say is not None:
+        say(f"converting {entry.name} once, to {out}")
+    convert.convert(gguf, out, quantised=quantised)
+    return out
+
+
+def _sampling(folder: Path, entry: catalog.Entry | None) -> Sampling:
+    """The model's own generation_config.json where there is one, else the catalogue, else greedy."""
+    defaults = entry.sampling if entry else Sampling()
+    path = folder / "generation_config.json"
+    given = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    if given.get("do_sample") is False:
+        return replace(defaults, temperature=0.0)
+    kinds = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
+    named = {name: kind(given[name]) for name, kind in kinds.items() if isinstance(given.get(name), (int, float))}
+    return replace(defaults, **named)

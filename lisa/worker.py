@@ -1,0 +1,197 @@
+"""The one thread that owns MLX. Everyone else hands it work and reads what comes back.
+
+Jobs advance by one event at a time, in turn, up to `slots` of them at once; the rest wait in order. A job is a generator
+of events; cancelling it takes effect before its next event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import sys
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TypeVar
+
+from lisa.errors import Cancelled, Closed
+from lisa.types import Done, Event
+
+T = TypeVar("T")
+Work = Callable[[], Generator[Event, None, None]]
+
+_END = object()
+
+
+class Job:
+    """A stream of events. Iterate it once, from a thread or from a coroutine; abandoning the iteration cancels it."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.cancelled = False
+        self.done = False  # Done has been put
+        self._items: deque[object] = deque()
+        self._changed = threading.Condition()
+        self._wake: Callable[[], None] | None = None
+
+    def cancel(self) -> None:
+        """Ask for the end; the events up to Done("cancelled") still arrive. Harmless at any time, from any thread."""
+        self.cancelled = True
+
+    def put(self, item: object) -> None:
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify_all()
+            if self._wake is not None:
+                self._wake()
+
+    def __iter__(self) -> Iterator[Event]:
+        try:
+            while True:
+                with self._changed:
+                    while not self._items:
+                        self._changed.wait()
+                    item = self._items.popleft()
+                if item is _END:
+                    return
+                yield _event(item)
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            self._wake = lambda: loop.call_soon_threadsafe(ready.set)
+        try:
+            while True:
+                ready.clear()
+                while self._items:
+                    item = self._items.popleft()
+                    if item is _END:
+                        return
+                    yield _event(item)
+                    ready.clear()
+                if not self._items:
+                    await ready.wait()
+        finally:
+            with self._changed:
+                self._wake = None
+            self.cancel()
+
+
+def _event(item: object) -> Event:
+    if isinstance(item, BaseException):
+        raise item
+    return item  # type: ignore[return-value]
+
+
+class Worker:
+    """Owns a thread from the first call until `close`."""
+
+    def __init__(self, slots: int = 1):
+        self._slots = slots
+        self._inbox: SimpleQueue[Job | Callable[[], None] | None] = SimpleQueue()
+        self._active: deque[tuple[Job, Generator[Event, None, None]]] = deque()
+        self._waiting: deque[Job] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._live, name="lisa-worker", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the thread, between events, and return what it returns or raise what it raises."""
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # the caller's to handle
+                future.set_exception(error)
+
+        self._submit(answer)
+        return future.result()
+
+    def stream(self, work: Work) -> Job:
+        """Queue a job. Raises Closed after `close`."""
+        job = Job(work)
+        self._submit(job)
+        return job
+
+    def _submit(self, item: Job | Callable[[], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise Closed("the model has been closed; load it again")
+            self._inbox.put(item)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Cancel everything and end the thread; returns when it has ended. Harmless to repeat."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(None)
+        atexit.unregister(self.close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        finally:
+            # MLX gave this thread streams with threads of their own; left running they abort the process at its exit.
+            if "mlx.core" in sys.modules:
+                mx = sys.modules["mlx.core"]
+                mx.synchronize()
+                mx.clear_streams()
+
+    def _run(self) -> None:
+        while self._receive():
+            self._start()
+            self._advance()
+        for job in (*self._waiting, *(job for job, _ in self._active)):
+            job.cancel()
+        while self._active or self._waiting:
+            self._start()
+            self._advance()
+
+    def _receive(self) -> bool:
+        """Take in what has arrived, waiting only when there is nothing to do; False once closed."""
+        while not self._inbox.empty() or not (self._active or self._waiting):
+            item = self._inbox.get()
+            if item is None:
+                return False
+            if isinstance(item, Job):
+                self._waiting.append(item)
+            else:
+                item()
+        return True
+
+    def _start(self) -> None:
+        while self._waiting and len(self._active) < self._slots:
+            job = self._waiting.popleft()
+            self._active.append((job, job.work()))
+
+    def _advance(self) -> None:
+        """One event of the job whose turn it is."""
+        if not self._active:
+            return
+        job, events = self._active.popleft()
+        try:
+            event = events.throw(Cancelled()) if job.cancelled and not job.done else next(events)
+            job.done = isinstance(event, Done)
+            job.put(event)
+            self._active.append((job, events))
+        except StopIteration:
+            job.put(_END)
+        except Cancelled:  # before it had begun
+            job.put(Done("cancelled"))
+            job.put(_END)
+        except BaseException as error:  # ends this request only
+            job.put(error)
+            job.put(_END)
