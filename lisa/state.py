@@ -69,7 +69,7 @@ class WindowCache:
 
     def _move(self, keys: mx.array, values: mx.array) -> None:
         kept = min(self.held, self.window - 1 + SLACK)
-        capacity = max(self.window + SLACK, kept + keys.shape[2]) + self.step
+        capacity = max(self.window + SLACK + self.step, kept + keys.shape[2])
         self.keys = self._moved(self.keys, keys, kept, capacity)
         self.values = self._moved(self.values, values, kept, capacity)
         self.held = kept
