@@ -63,8 +63,8 @@ def convert(gguf: Path, out: Path, *, quantised: bool) -> None:
         mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
         _tokenizer(metadata).save(str(folder / "tokenizer.json"))
         _write(folder / "tokenizer_config.json", _tokenizer_config(metadata))
-        sampling = {"do_sample": True, "temperature": entry.sampling.temperature, "top_p": entry.sampling.top_p}
-        _write(folder / "generation_config.json", sampling | {"eos_token_id": list(entry.stop)})
+        # No sampling defaults: the catalogue keeps those, and a copy in a cache would outlive a change there.
+        _write(folder / "generation_config.json", {"eos_token_id": list(entry.stop)})
         _write(folder / "config.json", config)
         try:
             folder.rename(out)

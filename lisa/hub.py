@@ -167,7 +167,7 @@ def check_folder(path: Path) -> None:
     """DamagedModel unless `path`, a target's or a drafter's folder, is whole. Reads headers only, allocates nothing."""
     if not (path / "config.json").is_file():
         raise DamagedModel(f"{path} has no config.json: it is no model folder, or its download is incomplete")
-    _read_json(path / "config.json")
+    read_json(path / "config.json")
     if missing := _missing(path):
         names = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise DamagedModel(f"{path} lacks {names}: its download is incomplete, fetch it again")
@@ -185,7 +185,7 @@ def _missing(path: Path) -> list[str]:
     """Names of weight files that the index, or without one the numbering of the shards, promises and that lack."""
     wanted = {file.name for file in path.glob("*.safetensors")}  # a dangling link of the cache is among them
     if (path / _INDEX).is_file():
-        shards = _read_json(path / _INDEX).get("weight_map")
+        shards = read_json(path / _INDEX).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(n, str) and Path(n).name == n for n in shards.values()):
             raise DamagedModel(f"{path / _INDEX} is damaged or incomplete (no usable weight_map): fetch it again")
         wanted.update(shards.values())
@@ -195,7 +195,7 @@ def _missing(path: Path) -> list[str]:
     return sorted(name for name in wanted or {"model.safetensors"} if not (path / name).is_file())
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
         value = json.loads(file.read_bytes())
         if isinstance(value, dict):

@@ -63,7 +63,7 @@ def load(
         raise UsageError(f"the draft width is between 0 and {MAX_WIDTH}, not {width}")
     entry = catalog.find(spec)
     folder, name = _folder(spec, entry, quantisation, offline, say)
-    model_classes(hub._read_json(folder / "config.json"))  # refuses another family before anything is read
+    model_classes(hub.read_json(folder / "config.json"))  # refuses another family before anything is read
     tokenizer = load_tokenizer(folder)
     target = Target.load(folder, name=name, vocab=tokenizer.vocab, kv_bits=kv_bits)
     engine = Engine(target, DRAFTERS[kind], lambda: Fixed(_width(kind, width)), chunk, why)

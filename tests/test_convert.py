@@ -16,7 +16,6 @@ import pytest
 from lisa import catalog, convert, hub
 from lisa.errors import UnsupportedModel
 
-SHORT = "Answer with one word."
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -66,9 +65,7 @@ def test_the_folders_are_whole_and_nothing_else_is_left(dense: Path, packed: Pat
         hub.check_folder(folder)
         assert sorted(p.name for p in folder.iterdir()) == files
         assert [p.name for p in folder.parent.iterdir()] == [folder.name]
-    assert read(dense, "generation_config.json") == {
-        "do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_id": [2, 0]
-    }  # fmt: skip
+    assert read(dense, "generation_config.json") == {"eos_token_id": [2, 0]}  # sampling stays the catalogue's
 
 
 def test_dense_is_float32_and_packed_holds_the_same_numbers(dense: Path, packed: Path) -> None:
@@ -133,6 +130,7 @@ def test_digits_are_single_and_so_are_special_tokens(loaded: tuple[Any, Any]) ->
     _, tokenizer = loaded
     digits = tokenizer.encode("2024")
     assert len(digits) == 4 and digits[0] == digits[2]
+    assert tokenizer.encode("  7") == [*tokenizer.encode("  "), *tokenizer.encode("7")]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>", "<empty_output>"]
     assert [tokenizer.encode(text) for text in special] == [[0], [1], [2], [5], [16]]
     assert tokenizer.encode("a<|im_end|>b") == [*tokenizer.encode("a"), 2, *tokenizer.encode("b")]
@@ -146,9 +144,12 @@ def test_the_chat_template_renders(loaded: tuple[Any, Any]) -> None:
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.apply_chat_template(FRANCE, add_generation_prompt=True) == tokenizer.encode(text)
-    with_system = [{"role": "system", "content": SHORT}, *FRANCE]
-    assert SHORT in tokenizer.apply_chat_template(with_system, tokenize=False)
+    ids = tokenizer.apply_chat_template(FRANCE, add_generation_prompt=True)
+    assert ids == tokenizer.encode(text)
+    # What the tokenizer of SmolLM2's own repository makes of the default system turn.
+    assert ids[:6] == [1, 9690, 198, 2683, 359, 253] and ids[17:24] == [19712, 8182, 2, 198, 1, 4093, 198]
+    with_system = [{"role": "system", "content": "Be brief."}, *FRANCE]
+    assert "Be brief." in tokenizer.apply_chat_template(with_system, tokenize=False)
 
 
 def test_only_a_pinned_file_is_opened(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,8 @@ class Handler(BaseHTTPRequestHandler):
             status, headers = self.server.answer
             self.send(status, b"secret server text", headers)
         elif path == f"/api/models/{REPO}/revision/main":
-            self.send(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": []}).encode())
+            siblings = [{"rfilename": n} for n in files]
+            self.send(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode())
         elif path == f"/api/models/{REPO}/tree/{COMMIT}":
             tree = [{"type": "file", "path": n, "size": len(d), "oid": self.etag(n)} for n, d in files.items()]
             self.send(200, json.dumps(tree).encode())
@@ -234,9 +235,9 @@ def test_F2_many_missing_shards_are_one_short_line(tmp_path: Path) -> None:
 
 
 def test_F2_a_dangling_link_is_a_missing_file(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", {"config.json": b"{}"})
-    (folder / "model.safetensors").symlink_to(tmp_path / "gone")
-    with pytest.raises(DamagedModel, match=r"model\.safetensors"):
+    folder = write(tmp_path / "model", {"config.json": b"{}", "model.safetensors": safetensors()})
+    (folder / "transfer.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(DamagedModel, match=r"lacks transfer\.safetensors:"):
         hub.check_folder(folder)
 
 
@@ -362,7 +363,7 @@ def test_an_unknown_name_lists_close_ones(spec: str, no_network: None) -> None:
         hub.resolve(spec, known=["qwen3-8b", "smollm2-135m"])
 
 
-@pytest.mark.parametrize("spec", ["owner/na--me", "owner/name.git", "owner/name@../../x"])
+@pytest.mark.parametrize("spec", ["owner/na--me", "owner/name.git", "owner/name@../../x", "owner/name@v/../../x"])
 def test_an_impossible_hub_name_opens_no_connection(spec: str, no_network: None, tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match="no such folder"):
         hub.resolve(spec, cache=tmp_path)

@@ -1,0 +1,95 @@
+"""The floors of the house: imports point down only (docs/how-it-works.md has the same table)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).parent.parent / "lisa"
+
+FLOORS = {
+    "types": "",
+    "errors": "",
+    "blas": "errors",
+    "memory": "errors types",
+    "hub": "errors types",
+    "catalog": "errors types",
+    "text": "errors types",
+    "tokenizer": "errors text types",
+    "sampling": "metal types",
+    "state": "errors metal types",
+    "verify": "sampling types",
+    "pace": "sampling types",
+    "target": "errors metal state types",
+    "drafters": "drafters errors metal sampling state types",
+    "engine": "errors pace prefix sampling state target types verify",
+    "worker": "engine errors types",
+    "convert": "catalog errors types",
+    "loader": "blas catalog convert drafters engine errors hub memory pace prefix target tokenizer types",
+    "api": "blas errors loader text tokenizer types worker engine",
+    "chat": "api catalog errors hub memory types",
+    "cli": "api catalog chat errors hub memory types",
+    "__init__": "api errors types",
+}
+
+WITHOUT_MLX = "types errors blas memory hub catalog text tokenizer worker chat cli __init__".split()
+
+
+def rooms() -> Iterator[tuple[str, Path]]:
+    for path in sorted(HOUSE.rglob("*.py")):
+        if path.stat().st_size:
+            inside = path.relative_to(HOUSE)
+            yield inside.parts[0].removesuffix(".py"), path
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of everything imported anywhere in a file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return names
+
+
+def inner(names: set[str]) -> set[str]:
+    """Rooms of the house among dotted names: "lisa.x" and "from lisa import x"."""
+    known = {name for name, _ in rooms()}
+    parts = (name.split(".") for name in names if name.startswith("lisa."))
+    return {part[1] for part in parts if part[1] in known}
+
+
+@pytest.mark.parametrize(("room", "path"), list(rooms()), ids=lambda value: str(value).removeprefix(str(HOUSE)))
+def test_imports_point_down_only(room: str, path: Path) -> None:
+    assert room in FLOORS, f"{room} has no floor: give it one here and in docs/how-it-works.md"
+    allowed = set(FLOORS[room].split()) | ({room} if path.parent != HOUSE else set())
+    assert inner(imports(path)) - {room} <= allowed
+
+
+@pytest.mark.parametrize("room", WITHOUT_MLX)
+def test_rooms_of_the_front_never_name_mlx(room: str) -> None:
+    names = imports(HOUSE / f"{room}.py")
+    assert not [name for name in names if name.split(".")[0] in ("mlx", "mlx_lm")]
+
+
+def test_the_table_has_no_cycle() -> None:
+    below: dict[str, set[str]] = {room: set(floor.split()) - {room} for room, floor in FLOORS.items()}
+    while below:
+        ground = [room for room, floor in below.items() if not floor & below.keys()]
+        assert ground, f"cycle among {sorted(below)}"
+        for room in ground:
+            del below[room]
+
+
+@pytest.mark.parametrize("module", ["lisa", "lisa.api", "lisa.cli", "lisa.text", "lisa.hub", "lisa.worker"])
+def test_importing_the_front_loads_neither_mlx_nor_a_blas(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm', 'numpy')])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
