@@ -1,4 +1,4 @@
-"""Lisa: local inference with parallel drafting. `import lisa` imports neither MLX nor a BLAS (names load on first use)."""
+"""Lisa: local inference with parallel drafting. Names load on first use, so that MLX waits for the choice of a BLAS."""
 
 from __future__ import annotations
 
@@ -26,7 +26,19 @@ _HOME = {
     "TokenLogprob": "lisa.types",
 }
 
-__all__ = ["Answer", "Done", "LisaError", "Model", "Progress", "Reply", "Sampling", "Stats", "TokenLogprob", "Tokens", "load"]
+__all__ = [
+    "Answer",
+    "Done",
+    "LisaError",
+    "Model",
+    "Progress",
+    "Reply",
+    "Sampling",
+    "Stats",
+    "TokenLogprob",
+    "Tokens",
+    "load",
+]
 
 
 def __getattr__(name: str) -> object:

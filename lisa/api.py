@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -37,22 +37,29 @@ def load(
 
     `drafter` is auto, none or ngram; `width` fixes how many tokens are drafted at once (0..15). `kv_bits` 8 or 4 packs
     the attention cache. `chunk` is the number of prompt tokens read at once. `offline` opens no connection. On a Linux
-    CPU, `blas` False declines MKL and `strict` asks for bit-equal rows (lisa/blas.py). `slots` requests run interleaved,
-    each with a context of its own. `say` takes progress lines. Raises LisaError.
+    CPU, `blas` False declines MKL and `strict` asks for bit-equal rows (lisa/blas.py). `slots` requests run
+    interleaved, each with a context of its own. `say` takes progress lines. Raises LisaError.
     """
     in_use = blas_.use(mkl=blas, strict=strict)
     worker = Worker(slots)
     try:
-        loaded = worker.call(
-            lambda: _load(model, drafter, width, quantisation, kv_bits, chunk, offline, say)
-        )
+        loaded = worker.call(lambda: _load(model, drafter, width, quantisation, kv_bits, chunk, offline, say))
     except BaseException:
         worker.close()
         raise
     return Model(loaded, worker, in_use)
 
 
-def _load(model: str, drafter: str, width: int | None, quantisation: str | None, kv_bits: int | None, chunk: int, offline: bool, say: Say | None) -> Loaded:
+def _load(
+    model: str,
+    drafter: str,
+    width: int | None,
+    quantisation: str | None,
+    kv_bits: int | None,
+    chunk: int,
+    offline: bool,
+    say: Say | None,
+) -> Loaded:
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:
@@ -60,7 +67,14 @@ def _load(model: str, drafter: str, width: int | None, quantisation: str | None,
     from lisa.loader import load as load_
 
     return load_(
-        model, drafter=drafter, width=width, quantisation=quantisation, kv_bits=kv_bits, chunk=chunk, offline=offline, say=say
+        model,
+        drafter=drafter,
+        width=width,
+        quantisation=quantisation,
+        kv_bits=kv_bits,
+        chunk=chunk,
+        offline=offline,
+        say=say,
     )
 
 
@@ -143,8 +157,8 @@ class Model:
         """The assistant's next message.
 
         `sampling` None takes the model's defaults. `stop` strings end the answer and are not part of it. `logprobs` n
-        adds each token's log-probability and the n best alternatives. `thinking`, `effort` and `template` are options of
-        the model's chat template. Raises NoTemplate, UsageError; ContextFull arrives with the events.
+        adds each token's log-probability and the n best alternatives. `thinking`, `effort` and `template` are options
+        of the model's chat template. Raises NoTemplate, UsageError; ContextFull arrives with the events.
         """
         prompt = self.tokenizer.render(messages, tools=tools, thinking=thinking, effort=effort, extra=template)
         return self._reply(prompt, sampling, max_tokens, stop, logprobs, reasoning=True)
@@ -205,7 +219,9 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

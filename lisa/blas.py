@@ -20,7 +20,9 @@ Name = Literal["mkl", "wheel", "accelerate"]
 
 STRICT_POSSIBLE = sys.platform != "darwin"
 
-_CBWR_AVX2_STRICT = 0x1000A  # MKL_CBWR_AVX2 | MKL_CBWR_STRICT (oneMKL developer reference, "Conditional Numerical Reproducibility")
+_CBWR_AVX2_STRICT = (
+    0x1000A  # MKL_CBWR_AVX2 | MKL_CBWR_STRICT (oneMKL developer reference, "Conditional Numerical Reproducibility")
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ _chosen: Blas | None = None  # the process has one BLAS: symbols cannot be unloa
 
 
 def use(*, mkl: bool = True, strict: bool = False) -> Blas:
-    """Choose the BLAS of this process; the first call decides. Raises UsageError when strict mode is asked for too late."""
+    """Choose the BLAS of this process; the first call decides. Raises UsageError when strict is asked for too late."""
     global _chosen
     if _chosen is None:
         _chosen = _choose(mkl, strict)

@@ -18,8 +18,21 @@ from lisa.errors import Cancelled, ContextFull
 from lisa.pace import Fixed, Pacer, Round
 from lisa.state import State
 from lisa.target import Target
-from lisa.types import MAX_WIDTH, Array, Commit, Done, Drafter, Event, Progress, Proposal, Reason, Request, Stats
-from lisa.types import TokenLogprob, Tokens
+from lisa.types import (
+    MAX_WIDTH,
+    Array,
+    Commit,
+    Done,
+    Drafter,
+    Event,
+    Progress,
+    Proposal,
+    Reason,
+    Request,
+    Stats,
+    TokenLogprob,
+    Tokens,
+)
 from lisa.verify import Outcome, Verdict, verify
 
 _UNBOUNDED = 1 << 31
@@ -27,7 +40,7 @@ _UNBOUNDED = 1 << 31
 
 @dataclass(frozen=True)
 class Engine:
-    """What sessions share: the weights, how to make a drafter and a pacer, and the prompt tokens a prefill forward reads.
+    """What sessions share: the weights, how to make a drafter and a pacer, and the tokens a prefill forward reads.
 
     `why` says how the drafter came to be chosen; every result's stats repeat it.
     """
@@ -113,7 +126,8 @@ class _Run:
         session, prompt = self.session, self.request.tokens
         self.ledger.cached = session.sync(prompt)
         yield Progress(self.ledger.cached, len(prompt))
-        chunk, step = (), None
+        chunk: tuple[int, ...] = ()
+        step: _Step | None = None
         for start in range(self.ledger.cached, len(prompt), session.engine.chunk):
             chunk = prompt[start : start + session.engine.chunk]
             final = start + len(chunk) == len(prompt)
@@ -176,7 +190,7 @@ class _Run:
         session.state.open(rows)
         logits, features = self.target.forward(inputs, session.state, session.drafter.taps, rows)
         step = self._judge(proposal, logits, features, position)
-        mx.async_eval(step.verdict.packed, *step.logprobs)
+        mx.async_eval(step.verdict.packed, *step.logprobs)  # type: ignore[no-untyped-call]
         return step
 
     def _dispatch_ahead(self, step: _Step) -> _Step | None:

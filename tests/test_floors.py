@@ -37,7 +37,10 @@ FLOORS = {
     "__init__": "api errors types",
 }
 
-WITHOUT_MLX = "types errors blas memory hub catalog text tokenizer worker chat cli __init__".split()
+WITHOUT_MLX = [
+    *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli"),
+    "__init__",
+]
 
 
 def rooms() -> Iterator[tuple[str, Path]]:

@@ -111,15 +111,19 @@ def test_neighbouring_positions_tokens_and_seeds_are_uncorrelated() -> None:
 
 def test_uniform_is_uniform() -> None:
     u = np.sort(np.array(uniform(3, mx.arange(20000), 2)))
-    assert 0 < u[0] and u[-1] < 1
+    assert u[0] > 0 and u[-1] < 1
     assert np.abs(u - (np.arange(20000) + 0.5) / 20000).max() < 1.95 / math.sqrt(20000)  # Kolmogorov, p = 0.001
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3), Sampling(temperature=1.3, top_p=0.8)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3), Sampling(temperature=1.3, top_p=0.8)]
+)
 def test_draws_follow_the_filtered_distribution(sampling: Sampling) -> None:
     logits = mx.array([[1.0, 0.5, 0.0, -0.5, -1.0]])
     n = 50_000
-    rows = Candidates(*(None if x is None else mx.broadcast_to(x, (n, x.shape[1])) for x in vars(filtered(logits, sampling)).values()))
+    rows = Candidates(
+        *(None if x is None else mx.broadcast_to(x, (n, x.shape[1])) for x in vars(filtered(logits, sampling)).values())
+    )
     from dataclasses import replace
 
     tokens = np.array(draw(rows, replace(sampling, seed=11), mx.arange(n), 5))

@@ -188,9 +188,7 @@ def test_rewind_reaches_what_is_exact_and_says_where_that_is(kind: str) -> None:
     assert reached == {"dense": 12, "hybrid": 0, "sliding": 12}[kind]
     read(t, state, PROMPT[reached:])
     assert same(state, after(t, PROMPT)) or kind != "hybrid"
-    np.testing.assert_allclose(
-        np.array(read(t, state, [5])), np.array(read(t, after(t, PROMPT), [5])), atol=1e-5
-    )
+    np.testing.assert_allclose(np.array(read(t, state, [5])), np.array(read(t, after(t, PROMPT), [5])), atol=1e-5)
 
 
 def test_a_window_that_has_moved_on_rewinds_to_the_start() -> None:

@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from bench import golden
 from mlx.utils import tree_flatten
 from tiny import VOCAB, target
 
+from bench import golden
 from lisa.errors import DamagedModel, UnsupportedModel
 from lisa.target import Target, model_classes
 
@@ -49,8 +49,10 @@ def test_C2_a_tap_is_the_output_of_its_layer_in_the_order_asked_for(kind: str) -
     state = t.new_state()
     outputs = []
     for layer, cache in zip(t.model.layers, state.caches, strict=True):
-        mask = None if getattr(layer, "is_linear", False) else cache.make_mask(
-            8, return_array=False, window_size=8 if getattr(layer, "use_sliding", False) else None
+        mask = (
+            None
+            if getattr(layer, "is_linear", False)
+            else cache.make_mask(8, return_array=False, window_size=8 if getattr(layer, "use_sliding", False) else None)
         )
         h = layer(h, mask, cache)
         outputs.append(np.array(h[0]))
@@ -123,7 +125,11 @@ def test_folders_load_quantised_or_not_sharded_or_not(kind: str, bits: int | Non
     expected, tolerance = weights, 1e-5
     if bits is not None:
         config["quantization"] = {"group_size": 32, "bits": bits}
-        linear = [n for n, m in t.model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding)) and m.weight.shape[-1] % 32 == 0]
+        linear = [
+            n
+            for n, m in t.model.named_modules()
+            if isinstance(m, (nn.Linear, nn.Embedding)) and m.weight.shape[-1] % 32 == 0
+        ]
         expected = dict(weights)
         for name in linear:
             w, scales, biases = mx.quantize(weights[f"{name}.weight"], group_size=32, bits=bits)
@@ -136,7 +142,9 @@ def test_folders_load_quantised_or_not_sharded_or_not(kind: str, bits: int | Non
     reference, _ = plain.forward(TOKENS, plain.new_state(), rows=8)
     np.testing.assert_allclose(np.array(logits), np.array(reference), atol=tolerance)
     hidden = mx.random.normal((2, t.hidden), key=mx.random.key(0))
-    np.testing.assert_allclose(np.array(hidden @ loaded.head_rows(mx.array([7, 9])).T), np.array(loaded.head(hidden)[:, 7:10:2]), atol=1e-3)
+    np.testing.assert_allclose(
+        np.array(hidden @ loaded.head_rows(mx.array([7, 9])).T), np.array(loaded.head(hidden)[:, 7:10:2]), atol=1e-3
+    )
 
 
 def test_half_precision_weights_compute_in_float32_on_a_cpu(tmp_path: Path) -> None:
@@ -164,7 +172,12 @@ def test_a_quantised_kv_cache_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{"model_type": "gpt2"}, {"model_type": "qwen3_5", "text_config": {"num_experts": 8}}, {"model_type": "qwen3_moe"}, {}],
+    [
+        {"model_type": "gpt2"},
+        {"model_type": "qwen3_5", "text_config": {"num_experts": 8}},
+        {"model_type": "qwen3_moe"},
+        {},
+    ],
 )
 def test_other_families_are_refused_by_name(config: dict[str, object]) -> None:
     with pytest.raises(UnsupportedModel, match=str(config.get("model_type"))):

@@ -102,7 +102,10 @@ class ScriptedTarget:
         features = None
         if taps:
             # Row t of tap l says which token was read where: enough to check what a drafter is handed.
-            columns = [[[float(token), float(len(before) + i), float(tap), 0.0] for i, token in enumerate(read)] for tap in taps]
+            columns = [
+                [[float(token), float(len(before) + i), float(tap), 0.0] for i, token in enumerate(read)]
+                for tap in taps
+            ]
             features = mx.concatenate([mx.array(c) for c in columns], axis=-1)
         return mx.array(out[len(out) - rows :]).reshape(rows, self.vocab), features
 
