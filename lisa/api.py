@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -229,11 +230,13 @@ def _check(prompt: Sequence[int], sampling: Sampling, max_tokens: int | None, lo
     """UsageError for an option outside its range, naming it."""
     s = sampling
     wrong = [
-        ("temperature", s.temperature, "at least 0", s.temperature >= 0),
+        ("temperature", s.temperature, "at least 0", 0 <= s.temperature < inf),
         ("top_k", s.top_k, "0 (off) or more", s.top_k >= 0),
         ("top_p", s.top_p, "above 0 and at most 1", 0 < s.top_p <= 1),
         ("min_p", s.min_p, "between 0 and 1", 0 <= s.min_p <= 1),
-        ("repetition_penalty", s.repetition_penalty, "above 0", s.repetition_penalty > 0),
+        ("repetition_penalty", s.repetition_penalty, "above 0", 0 < s.repetition_penalty < inf),
+        ("presence_penalty", s.presence_penalty, "a number", isfinite(s.presence_penalty)),
+        ("frequency_penalty", s.frequency_penalty, "a number", isfinite(s.frequency_penalty)),
         ("seed", s.seed, "between 0 and 2**64 - 1", s.seed is None or 0 <= s.seed < 1 << 64),
         ("rule", s.rule, "coupled or rejection", s.rule in ("coupled", "rejection")),
         ("max_tokens", max_tokens, "at least 1", max_tokens is None or max_tokens >= 1),

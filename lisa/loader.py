@@ -93,7 +93,7 @@ def _folder(
     if entry is None:
         if quantisation is not None:
             raise UsageError(
-                f"{spec} is not in the catalogue, so there is no quantisation to choose: name its folder or id"
+                f"{spec} is not in the catalogue, so it has no {quantisation!r} to choose: name the folder or id itself"
             )
         known = [e.name for e in catalog.entries()]
         resolved = hub.resolve(spec, offline=offline, progress=say, known=known)

@@ -1,0 +1,169 @@
+"""import lisa: the same events from threads and coroutines, options that are checked, a close that ends everything."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from folders import write_model
+
+import lisa
+from lisa.errors import Closed, ContextFull, NoTemplate, UsageError
+
+CHAT = [{"role": "user", "content": "hello there, hello there, hello"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_model(path, "qwen3_5")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[lisa.Model]:
+    with lisa.load(str(folder), slots=2) as loaded:
+        yield loaded
+
+
+def test_a_reply_is_a_stream_of_events_that_ends_with_done(model: lisa.Model) -> None:
+    events = list(model.chat(CHAT, max_tokens=8))
+    assert isinstance(events[0], lisa.Progress) and isinstance(events[-1], lisa.Done)
+    ids = [i for e in events if isinstance(e, lisa.Tokens) for i in e.ids]
+    assert len(ids) == events[-1].stats.completion_tokens <= 8
+    answer = model.chat(CHAT, max_tokens=8).read()
+    assert list(answer.ids) == ids and answer.stats.drafter == "ngram" and answer.stats.why
+
+
+def test_drafting_is_invisible_in_the_text(folder: Path, model: lisa.Model) -> None:
+    sampling = lisa.Sampling(temperature=1.0, seed=5)
+    drafted = model.chat(CHAT, sampling=sampling, max_tokens=40).read()
+    with lisa.load(str(folder), drafter="none") as other:
+        plain = other.chat(CHAT, sampling=sampling, max_tokens=40).read()
+    assert (plain.text, plain.ids, plain.reason) == (drafted.text, drafted.ids, drafted.reason)
+
+
+def test_threads_and_coroutines_get_what_a_lone_caller_gets(model: lisa.Model) -> None:
+    def ask(n: int) -> tuple[int, ...]:
+        return model.generate([n, n + 1, 3], max_tokens=12, sampling=lisa.Sampling(temperature=1.0, seed=n)).read().ids
+
+    alone = [ask(n) for n in range(6)]
+    together: dict[int, tuple[int, ...]] = {}
+    threads = [threading.Thread(target=lambda n=n: together.update({n: ask(n)})) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert [together[n] for n in range(6)] == alone
+
+    async def gather() -> list[tuple[int, ...]]:
+        replies = [
+            model.generate([n, n + 1, 3], max_tokens=12, sampling=lisa.Sampling(temperature=1.0, seed=n))
+            for n in range(6)
+        ]
+        return [answer.ids for answer in await asyncio.gather(*(reply.aread() for reply in replies))]
+
+    assert asyncio.run(gather()) == alone
+
+
+def test_cancelling_and_leaving_end_a_reply_and_the_next_one_is_unharmed(model: lisa.Model) -> None:
+    whole = model.generate([1, 2, 3], max_tokens=30).read().ids
+    reply = model.generate([1, 2, 3], max_tokens=400)
+    got: list[int] = []
+    for event in reply:
+        got += event.ids if isinstance(event, lisa.Tokens) else ()
+        if len(got) >= 5:
+            reply.cancel()
+    assert (
+        isinstance(event, lisa.Done) and event.reason == "cancelled" and event.stats.completion_tokens == len(got) < 400
+    )
+    for _ in model.generate([1, 2, 3], max_tokens=400):
+        break
+    assert model.generate([1, 2, 3], max_tokens=30).read().ids == whole
+
+
+def test_the_second_turn_reuses_the_first(model: lisa.Model) -> None:
+    first = model.generate([1, 2, 3, 4, 5], max_tokens=6).read()
+    second = model.generate([1, 2, 3, 4, 5, *first.ids, 7], max_tokens=2).read()
+    assert second.stats.cached_tokens == 5 + len(first.ids) - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sampling": lisa.Sampling(temperature=-1.0)}, "temperature"),
+        ({"sampling": lisa.Sampling(temperature=float("nan"))}, "temperature"),
+        ({"sampling": lisa.Sampling(top_p=0.0)}, "top_p"),
+        ({"sampling": lisa.Sampling(top_k=-1)}, "top_k"),
+        ({"sampling": lisa.Sampling(min_p=1.5)}, "min_p"),
+        ({"sampling": lisa.Sampling(repetition_penalty=0.0)}, "repetition_penalty"),
+        ({"sampling": lisa.Sampling(frequency_penalty=float("inf"))}, "frequency_penalty"),
+        ({"sampling": lisa.Sampling(seed=-3)}, "seed"),
+        ({"sampling": lisa.Sampling(rule="other")}, "rule"),  # type: ignore[arg-type]
+        ({"sampling": lisa.Sampling(logit_bias=((10**6, 1.0),))}, "1000000"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ""}, "stop"),
+    ],
+)
+def test_an_option_outside_its_range_is_refused_by_name(
+    model: lisa.Model, options: dict[str, object], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        model.generate([1, 2], **options)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_option_is_an_error(model: lisa.Model) -> None:
+    with pytest.raises(TypeError):
+        model.generate([1], max_token=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        lisa.load("smollm2-135m", draftr="none")  # type: ignore[call-arg]
+
+
+def test_a_prompt_that_fills_the_context_is_refused_and_nothing_is_lost(model: lisa.Model) -> None:
+    assert model.context is not None
+    with pytest.raises(ContextFull, match=str(model.context)):
+        model.generate([1] * model.context).read()
+    assert model.generate([1, 2], max_tokens=3).read().ids
+
+
+def test_logprobs_come_one_a_token(model: lisa.Model) -> None:
+    answer = model.generate([1, 2, 3], max_tokens=9, logprobs=2).read()
+    assert [entry.token for entry in answer.logprobs] == list(answer.ids)
+    assert all(len(entry.top) == 2 for entry in answer.logprobs)
+
+
+def test_closing_ends_replies_and_refuses_more(folder: Path) -> None:
+    model = lisa.load(str(folder))
+    reply = model.generate([1, 2, 3], max_tokens=450)
+    events = iter(reply)
+    next(events)
+    model.close()
+    model.close()
+    assert list(events)[-1].reason == "cancelled"  # type: ignore[union-attr]
+    with pytest.raises(Closed):
+        model.generate([1])
+
+
+def test_F6_without_a_template_completion_works_and_chat_says_why_not(tmp_path: Path) -> None:
+    write_model(tmp_path / "base", "llama")
+    config = tmp_path / "base" / "tokenizer_config.json"
+    import json
+
+    settings = json.loads(config.read_text())
+    settings.pop("chat_template", None)
+    config.write_text(json.dumps(settings))
+    (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    with lisa.load(str(tmp_path / "base")) as base:
+        assert base.generate("hello", max_tokens=3).read().ids
+        with pytest.raises(NoTemplate, match="completion"):
+            base.chat(CHAT)
+
+
+@pytest.mark.parametrize("options", [{"drafter": "dspin"}, {"width": 16}, {"quantisation": "4bit"}])
+def test_load_refuses_what_it_cannot_do(folder: Path, options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=str(next(iter(options.values())))):
+        lisa.load(str(folder), **options)  # type: ignore[arg-type]
