@@ -32,6 +32,7 @@ FLOORS = {
     "convert": "catalog errors types",
     "loader": "blas catalog convert drafters engine errors hub memory pace prefix target tokenizer types",
     "api": "blas errors loader text tokenizer types worker engine",
+    "measure": "api drafters engine errors loader target types",
     "chat": "api catalog errors hub memory types",
     "cli": "api catalog chat errors hub memory types",
     "__init__": "api errors types",

@@ -1,1 +1,1 @@
-"""Drafters, one file each. They hear of committed tokens and propose the next ones; none knows the engine or a target."""
+"""Drafters, one file each. They hear of committed tokens and propose the next ones; none knows the engine."""
