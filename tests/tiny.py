@@ -215,6 +215,7 @@ def events(session: Session, request: Request) -> Iterator[Event]:
             expected = len(session.tokens) - 1 + int(session.state.opened)
             assert session.state.length == expected, "the state holds all tokens but the last"
             assert session.drafter.length == len(session.tokens) - 1
+        assert not isinstance(event, Done) or not session.state.opened
         yield event
     assert session.state.length == len(session.tokens) - 1 and not session.state.opened
 
