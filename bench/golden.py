@@ -27,10 +27,11 @@ def main(folders: list[str]) -> int:
 
 def check(folder: Path) -> dict[str, object]:
     """{folder, kind, tolerance, errors: {vector: largest error}, passed}."""
-    from bench import golden_targets
-    from bench.golden_vectors import TOLERANCE
+    from bench import golden_drafters, golden_targets
+    from bench.golden_vectors import TOLERANCE, cases
 
-    kind, errors = "target", golden_targets.check(folder)
+    target = any("input_ids" in given for given in cases(folder))
+    kind, errors = ("target", golden_targets.check(folder)) if target else ("drafter", golden_drafters.check(folder))
     passed = all(value <= TOLERANCE for value in errors.values())
     return {"folder": folder.name, "kind": kind, "tolerance": TOLERANCE, "errors": errors, "passed": passed}
 

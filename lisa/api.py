@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ def load(
     model: str,
     *,
     drafter: str = "auto",
+    drafter_config: str | Path | None = None,
+    drafter_bits: int | None = None,
     width: int | None = None,
     quantisation: str | None = None,
     kv_bits: int | None = None,
@@ -36,47 +39,46 @@ def load(
 ) -> Model:
     """Load a model by catalogue name, folder or Hub id.
 
-    `drafter` is auto, none or ngram; `width` fixes how many tokens are drafted at once (0..15). `kv_bits` 8 or 4 packs
-    the attention cache. `chunk` is the number of prompt tokens read at once. `offline` opens no connection. On a Linux
-    CPU, `blas` False declines MKL and `strict` asks for bit-equal rows (lisa/blas.py). `slots` requests run
+    `drafter` is auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; "+ngram" behind a learned one puts
+    prompt lookup in front of it. `drafter_config` is a JSON file of fields that win over the drafter's own, and
+    `drafter_bits` 8 or 4 packs its matrices. `width` fixes how many tokens are drafted at once (0..15). `kv_bits` 8 or
+    4 packs the attention cache. `chunk` is the number of prompt tokens read at once. `offline` opens no connection. On a
+    Linux CPU, `blas` False declines MKL and `strict` asks for bit-equal rows (lisa/blas.py). `slots` requests run
     interleaved, each with a context of its own. `say` takes progress lines. Raises LisaError.
     """
     in_use = blas_.use(mkl=blas, strict=strict)
     worker = Worker(slots)
+
+    def loaded() -> Loaded:
+        return _loader()(
+            model,
+            drafter=drafter,
+            drafter_config=None if drafter_config is None else Path(drafter_config),
+            drafter_bits=drafter_bits,
+            width=width,
+            quantisation=quantisation,
+            kv_bits=kv_bits,
+            chunk=chunk,
+            offline=offline,
+            say=say,
+        )
+
     try:
-        loaded = worker.call(lambda: _load(model, drafter, width, quantisation, kv_bits, chunk, offline, say))
+        return Model(worker.call(loaded), worker, in_use)
     except BaseException:
         worker.close()
         raise
-    return Model(loaded, worker, in_use)
 
 
-def _load(
-    model: str,
-    drafter: str,
-    width: int | None,
-    quantisation: str | None,
-    kv_bits: int | None,
-    chunk: int,
-    offline: bool,
-    say: Say | None,
-) -> Loaded:
+def _loader() -> Callable[..., Loaded]:
+    """Brings MLX in, on the thread that is to own it."""
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:
         raise NoBackend(f"MLX cannot be loaded ({error}); reinstall it: pip install --force-reinstall mlx") from error
-    from lisa.loader import load as load_
+    from lisa.loader import load
 
-    return load_(
-        model,
-        drafter=drafter,
-        width=width,
-        quantisation=quantisation,
-        kv_bits=kv_bits,
-        chunk=chunk,
-        offline=offline,
-        say=say,
-    )
+    return load
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,16 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from lisa import catalog, convert, hub
-from lisa.drafters.ngram import Ngram
-from lisa.drafters.none import Nothing
+from lisa import catalog, convert, hub, pairing
 from lisa.engine import Engine
 from lisa.errors import DamagedModel, LisaError, UsageError
 from lisa.memory import gigabytes, machine
 from lisa.pace import Fixed
 from lisa.target import Target, model_classes
 from lisa.tokenizer import Tokenizer, load_tokenizer
-from lisa.types import MAX_WIDTH, Drafter, Sampling
+from lisa.types import MAX_WIDTH, Sampling
 
 Say = Callable[[str], None]
-
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"none": Nothing, "ngram": Ngram}
 
 _NGRAM_WIDTH = 3
 """Prompt lookup is often wrong, and past four rows a verify pass costs more than one row on a CPU."""
@@ -46,6 +42,8 @@ def load(
     spec: str,
     *,
     drafter: str = "auto",
+    drafter_config: Path | None = None,
+    drafter_bits: int | None = None,
     width: int | None = None,
     quantisation: str | None = None,
     kv_bits: int | None = None,
@@ -55,10 +53,10 @@ def load(
 ) -> Loaded:
     """A catalogue name, a folder or a Hub id -> everything needed to generate.
 
-    `quantisation` picks one of the catalogue's ("4bit", "8bit"); `width` fixes the draft width. Raises LisaError of the
-    kind that fits: UnknownModel, NotCached, HubError, DamagedModel, UnsupportedModel, UsageError.
+    `quantisation` picks one of the catalogue's ("4bit", "8bit"); `width` fixes the draft width; `drafter_config` is a
+    JSON file of fields that win over the drafter's own, `drafter_bits` 8 or 4 packs its matrices. Raises LisaError of
+    the kind that fits: UnknownModel, NotCached, HubError, DamagedModel, UnsupportedModel, BadDrafter, UsageError.
     """
-    kind, why = _choose_drafter(drafter)
     if width is not None and not 0 <= width <= MAX_WIDTH:
         raise UsageError(f"the draft width is between 0 and {MAX_WIDTH}, not {width}")
     entry = catalog.find(spec)
@@ -66,18 +64,14 @@ def load(
     model_classes(hub.read_json(folder / "config.json"))  # refuses another family before anything is read
     tokenizer = load_tokenizer(folder)
     target = Target.load(folder, name=name, vocab=tokenizer.vocab, kv_bits=kv_bits)
-    engine = Engine(target, DRAFTERS[kind], lambda: Fixed(_width(kind, width)), chunk, why)
+    options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
+    paired = pairing.pair(drafter, target, folder, entry, options, say)
+    for line in paired.words if say is not None else ():
+        say(line)  # type: ignore[misc]
+    engine = Engine(target, paired.new, lambda: Fixed(_width(paired.kind, width)), chunk, paired.why)
     device = "Metal" if mx.default_device() == mx.gpu else "CPU"
-    about = f"{name}, {gigabytes(target.nbytes)} of weights on {device}, drafter {kind} ({why})"
+    about = f"{name}, {gigabytes(target.nbytes)} of weights on {device}, drafter {paired.kind} ({paired.why})"
     return Loaded(engine, tokenizer, _sampling(folder, entry), name, about)
-
-
-def _choose_drafter(asked: str) -> tuple[str, str]:
-    if asked == "auto":
-        return "ngram", "no trained drafter for this model"
-    if asked not in DRAFTERS:
-        raise UsageError(f"unknown drafter {asked!r}; known are auto, {', '.join(DRAFTERS)}")
-    return asked, "asked for"
 
 
 def _width(kind: str, asked: int | None) -> int:

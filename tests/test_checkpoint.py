@@ -11,7 +11,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from bench.golden_drafters import GREEDY, block_vectors, cases, commit, ends, error
+from bench.golden_drafters import GREEDY, block_vectors, commit, ends
+from bench.golden_vectors import cases, error
 from lisa.drafters.checkpoint import Checkpoint, check_fit, kind_of, read
 from lisa.drafters.dflash import DFlash
 from lisa.drafters.dspine import DSpine
@@ -142,7 +143,7 @@ def test_rope_parameters_may_be_nested(tmp_path: Path) -> None:
 # ---- kinds ----
 
 
-@pytest.mark.parametrize(("at", "kind"), [("dspine_a", "dspine"), ("dflash_a", "dflash"), ("eagle3_a", "eagle3")])
+@pytest.mark.parametrize(("at", "kind"), [("dspine_a", "dspine"), ("dflash_a", "dflash"), ("eagle3_a", "eagle")])
 def test_F11_the_kind_is_what_the_folder_declares(tmp_path: Path, at: str, kind: str) -> None:
     assert kind_of(GOLDEN / at) == read(GOLDEN / at).kind == kind
     # The same from its own fields when it names no architecture, or another family's.
@@ -237,6 +238,8 @@ def test_taps_and_mask_may_stand_at_the_top_level(tmp_path: Path) -> None:
     cfg |= cfg.pop("dflash_config")
     c = read(folder(tmp_path / "flat", cfg, tensors("dflash_a")))
     assert (c.kind, c.taps, c.mask) == ("dflash", (1, 3, 6), 159)
+    cfg["dflash_config"] = {"mask_token_id": None}  # an empty field says nothing
+    assert read(folder(tmp_path / "flat", cfg, tensors("dflash_a"))).mask == 159
 
 
 @pytest.mark.parametrize("taps", [[1, -1, 6], [1, 3, 9], [3, 3, 6], [], [1, 3.5, 6], "1,3,6", [True, 3, 6]])

@@ -1,0 +1,219 @@
+"""The `lisa` command: reads options, chooses a model, reports errors. Works, and says so, where MLX does not."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+import lisa
+from lisa import api, catalog, hub
+from lisa.chat import answer, converse, is_terminal, say
+from lisa.errors import DamagedModel, LisaError, NotCached, UsageError
+from lisa.memory import Machine, gigabytes, machine
+from lisa.types import MAX_WIDTH, Message
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+_SHARE = 2 / 3  # of a Mac's memory: about what Metal lets a process keep resident
+_ROOM = 8192  # tokens of context that should fit beside a model nobody named
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point. Exits with 0, a LisaError's exit_code, 2 for a usage mistake or 130 after Ctrl-C."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115  MLX cannot read a file that was given descriptor 0
+    # What comes in must be text; an answer may hold what this terminal cannot show.
+    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+    try:
+        app(args=args, prog_name="lisa")
+    except LisaError as error:
+        say(f"lisa: {error}")
+        sys.exit(error.exit_code)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"lisa {lisa.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Local language models with parallel drafting."""
+
+
+@app.command()
+def chat(
+    prompt: Annotated[str | None, typer.Argument(help="Answer this and exit. Text piped in is put after it.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Catalogue name, folder or Hub id.")] = None,
+    drafter: Annotated[str, typer.Option(help="auto, none or ngram.")] = "auto",
+    width: Annotated[int | None, typer.Option(min=0, max=MAX_WIDTH, help="Tokens drafted at once.")] = None,
+    quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 always takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Keep the likeliest tokens of this mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Keep this many likeliest tokens; 0 keeps all.")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Drop tokens below this share of the best.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(min=0, help="1 is off.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="0 is off.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="0 is off.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same text.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest reply.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End a reply before this text; may be repeated.")] = None,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="Where a model has both.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Bit-equal rows on a CPU, slower.")] = False,
+    no_blas: Annotated[bool, typer.Option("--no-blas", help="Leave Intel MKL out, on Linux.")] = False,
+) -> None:
+    """Talk to a model: a conversation in a terminal, one answer to PROMPT or to piped text.
+
+    Sampling options not given keep the model's own defaults.
+    """
+    if drafter == "none" and width:
+        raise UsageError("--width needs a drafter: leave it out or choose another --drafter than none")
+    if no_blas and sys.platform == "darwin":
+        raise UsageError("--no-blas leaves out Intel MKL, which is never used on a Mac: leave out the option")
+    message = _message(prompt)
+    if model is None:
+        model, why = default_model(machine(), quantisation, _here, _declines if offline else _agrees)
+        say(f"using {model}: {why}")
+    with api.load(
+        model,
+        drafter=drafter,
+        width=width,
+        quantisation=quantisation,
+        offline=offline,
+        blas=not no_blas,
+        strict=strict,
+        say=say,
+    ) as loaded:
+        say(loaded.about)
+        given = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+        }
+        named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        sampling = replace(loaded.sampling, **named)
+        opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        _check(loaded, opening, stop, thinking)
+        ask = partial(loaded.chat, sampling=sampling, max_tokens=max_tokens, stop=stop, thinking=thinking)
+        if message is None:
+            converse(ask, opening)
+        elif answer(ask, [*opening, {"role": "user", "content": message}])[1] == "cancelled":
+            raise typer.Exit(130)
+
+
+def _message(prompt: str | None) -> str | None:
+    """What to answer once, PROMPT and then what is piped in; None for a conversation."""
+    if is_terminal(sys.stdin):
+        if prompt is None:
+            return None
+        piped = ""
+    else:
+        piped = _piped()
+    text = "\n\n".join(part for part in (prompt, piped) if part)
+    if not text.strip():
+        raise UsageError("nothing to answer: give a PROMPT, pipe some text in, or run `lisa chat` in a terminal")
+    return text
+
+
+def _piped() -> str:
+    # Some shells and job runners leave a pipe open that nobody writes to.
+    notice = threading.Timer(2, say, ["waiting for standard input to end; if nothing is piped in: < /dev/null"])
+    notice.daemon = True
+    notice.start()
+    try:
+        return sys.stdin.read().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"what is piped in is not {error.encoding} text") from error
+    finally:
+        notice.cancel()
+
+
+def _check(model: api.Model, opening: list[Message], stop: list[str] | None, thinking: bool | None) -> None:
+    """Raise before the first message what every message would raise, and for a switch the template does not read."""
+    probe = [*opening, {"role": "user", "content": "?"}]
+    prompt = model.tokenizer.render(probe, thinking=thinking)
+    if thinking is not None and prompt == model.tokenizer.render(probe, thinking=not thinking):
+        raise UsageError(f"{model.name} cannot switch its thinking: leave out --thinking and --no-thinking")
+    model.tokenizer.reader(stop=stop)
+
+
+def default_model(
+    machine: Machine,
+    quantisation: str | None,
+    here: Callable[[catalog.Entry, catalog.Weights], bool],
+    agrees: Callable[[str], bool],
+) -> tuple[str, str]:
+    """What to run when nobody says, and why. `here`: is it on this machine; `agrees` puts a question to the user."""
+    large, small = (next(e for e in catalog.entries() if e.default == where) for where in ("metal", "anywhere"))
+    weights = next((w for w in large.weights if quantisation in (None, w.quantisation)), None)
+    if not machine.metal:
+        return small.name, f"{large.name} is chosen on Apple silicon only"
+    if weights is None:
+        return small.name, f"{large.name} does not come as {quantisation}"
+    size = gigabytes(weights.bytes)
+    if weights.bytes + large.memory.state_bytes + _ROOM * large.memory.kv_bytes > _SHARE * machine.memory:
+        return small.name, f"{large.name} ({size}) is too large for {gigabytes(machine.memory)} of memory"
+    if here(large, weights):
+        return large.name, "it is on this machine and fits its memory"
+    if agrees(f"{large.title} is not on this machine. Download {size}?"):
+        return large.name, "you agreed to its download"
+    return small.name, f"{large.name} is not on this machine; --model {large.name} downloads {size}"
+
+
+def _here(entry: catalog.Entry, weights: catalog.Weights) -> bool:
+    """Whether it can be loaded without a download. Raises DamagedModel."""
+    try:
+        if (wheel := weights.wheel) is None:
+            hub.resolve(str(weights.repo), offline=True)
+        elif not any(hub.cache_folder().glob(f"{entry.name}-*-{wheel.sha256[:8]}")):  # as the loader names them
+            hub.wheel_file(wheel.requirement, wheel.file, wheel.sha256, hub.cache_folder(), offline=True)
+    except NotCached:
+        return False
+    return True
+
+
+def _agrees(question: str) -> bool:
+    """No without a terminal; typer.confirm would put a space on stdout."""
+    if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
+        return False
+    say(f"{question} [y/N] ", end="")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _declines(question: str) -> bool:
+    return False
+
+
+@app.command()
+def models() -> None:
+    """List the catalogue and what of it is on this machine. Opens no connection."""
+    for entry in catalog.entries():
+        sizes = ", ".join(f"{w.quantisation} {gigabytes(w.bytes)}{_mark(entry, w)}" for w in entry.weights)
+        print(f"{entry.name:<14}{entry.title:<23}{entry.licence:<12}{sizes}")
+
+
+def _mark(entry: catalog.Entry, weights: catalog.Weights) -> str:
+    try:
+        return " (here)" if _here(entry, weights) else ""
+    except DamagedModel:
+        return " (damaged)"

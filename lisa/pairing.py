@@ -1,0 +1,160 @@
+"""Which drafter runs with a target, and why.
+
+Asked for by name, kind or place, a drafter runs or the load fails. `auto` takes the best kind that can be had and says
+what it passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lisa import catalog, hub
+from lisa.drafters import LEARNED, PLAIN
+from lisa.drafters.checkpoint import kind_of, read
+from lisa.drafters.composed import Composed
+from lisa.errors import BadDrafter, LisaError, UsageError
+from lisa.target import Target
+from lisa.types import Drafter
+
+Say = Callable[[str], None]
+
+_LOOKUP = "+ngram"
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """`kind` with "+ngram" where prompt lookup stands in front; `why` it was chosen; `new` makes a session's drafter.
+
+    `bytes` of weights the drafter adds. `words` are lines for the user: where values came from, and warnings.
+    """
+
+    kind: str
+    why: str
+    new: Callable[[], Drafter]
+    bytes: int = 0
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How learned drafters are loaded. `config` is a JSON file of fields that win over the checkpoint's own."""
+
+    bits: int | None = None
+    config: Path | None = None
+    chunk: int = 512
+    offline: bool = False
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A drafter that could be had: a folder, or a repository to fetch."""
+
+    kind: str
+    place: str
+    why: str
+    overrides: Mapping[str, Any]
+    provenance: str
+
+
+def pair(
+    asked: str, target: Target, folder: Path, entry: catalog.Entry | None, options: Options, say: Say | None = None
+) -> Pairing:
+    """The drafter for `target`, whose files are in `folder`.
+
+    `asked`: auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; any of the learned ones with "+ngram".
+    Raises BadDrafter, UsageError, or what hub.resolve raises.
+    """
+    name, lookup = asked.removesuffix(_LOOKUP), asked.endswith(_LOOKUP)
+    if lookup and name in (*PLAIN, ""):
+        raise UsageError(f"{asked!r}: prompt lookup goes in front of a learned drafter; ngram alone is --drafter ngram")
+    chosen = _named(name, target, folder, entry, options, say)
+    if not lookup or chosen.kind in PLAIN:
+        return chosen
+    return Pairing(chosen.kind + _LOOKUP, chosen.why, lambda: Composed(chosen.new()), chosen.bytes, chosen.words)
+
+
+def _named(
+    name: str, target: Target, folder: Path, entry: catalog.Entry | None, options: Options, say: Say | None
+) -> Pairing:
+    sources = [*_beside(folder), *_catalogued(entry)]
+    if name == "auto":
+        return _best(sources, target, options, say)
+    if name in PLAIN:
+        _no_options(name, options)
+        return Pairing(name, "asked for", PLAIN[name])
+    if name in LEARNED:
+        fitting = [source for source in sources if source.kind == name]
+        if not fitting:
+            raise BadDrafter(f"no {name} drafter is known for {target.name}; give --drafter its folder or Hub id")
+        return _load(fitting[0], target, options, say)
+    if "/" not in name and not Path(name).exists():
+        known = ", ".join(("auto", *PLAIN, *LEARNED))
+        raise UsageError(f"unknown drafter {name!r}: it is one of {known}, a folder or a Hub id")
+    return _load(_Source("", name, "asked for", {}, ""), target, options, say)
+
+
+def _no_options(name: str, options: Options) -> None:
+    given = [f"--drafter-{field}" for field in ("bits", "config") if getattr(options, field) is not None]
+    if given:
+        raise UsageError(f"{' and '.join(given)} mean nothing to the drafter {name}: leave them out")
+
+
+def _beside(folder: Path) -> Iterator[_Source]:
+    """Drafters in the model's own folder, as drafters/NAME/config.json."""
+    for config in sorted(folder.glob("drafters/*/config.json")):
+        yield _Source(kind_of(config.parent), str(config.parent), "in the model's folder", {}, "")
+
+
+def _catalogued(entry: catalog.Entry | None) -> Iterator[_Source]:
+    for drafter in entry.drafters if entry else ():
+        given = {"target_layer_ids": drafter.taps, "mask_token_id": drafter.mask, "block_size": drafter.block}
+        overrides = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in given.items() if value is not None
+        }
+        why = f"the catalogue's for {entry.name}" if entry else ""
+        yield _Source(drafter.kind, drafter.repo, why, overrides, f"catalogue: {drafter.provenance}")
+
+
+def _best(sources: list[_Source], target: Target, options: Options, say: Say | None) -> Pairing:
+    passed_over: list[str] = []
+    for kind in LEARNED:
+        for source in sources:
+            if source.kind != kind:
+                continue
+            try:
+                return _load(source, target, options, say)
+            except LisaError as error:
+                passed_over.append(f"{kind} passed over: {error}")
+    _no_options("ngram", options)
+    why = "; ".join(passed_over) or f"no trained drafter is known for {target.name}"
+    return Pairing("ngram", why, PLAIN["ngram"])
+
+
+def _load(source: _Source, target: Target, options: Options, say: Say | None) -> Pairing:
+    resolved = hub.resolve(source.place, offline=options.offline, progress=say)
+    overrides, provenance = dict(source.overrides), source.provenance
+    if options.config is not None:
+        overrides |= _fields(options.config)
+        provenance = f"{provenance}, {options.config}" if source.overrides else str(options.config)
+    checkpoint = read(resolved.path, overrides, provenance, resolved.name)
+    model = LEARNED[checkpoint.kind](checkpoint, target, bits=options.bits, chunk=options.chunk)
+    origins = ", ".join(f"{field} from {origin}" for field, origin in checkpoint.provenance.items())
+    words = [f"drafter {checkpoint.name} ({checkpoint.kind}): {origins}"]
+    if model.warning:
+        words.append(model.warning)
+    size = sum(file.stat().st_size for file in resolved.path.glob("*.safetensors"))
+    return Pairing(checkpoint.kind, source.why, model.new, size, tuple(words))
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--drafter-config {file} cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise UsageError(f"--drafter-config {file} must hold a JSON object")
+    return fields
