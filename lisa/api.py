@@ -42,8 +42,8 @@ def load(
     `drafter` is auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; "+ngram" behind a learned one puts
     prompt lookup in front of it. `drafter_config` is a JSON file of fields that win over the drafter's own, and
     `drafter_bits` 8 or 4 packs its matrices. `width` fixes how many tokens are drafted at once (0..15). `kv_bits` 8 or
-    4 packs the attention cache. `chunk` is the number of prompt tokens read at once. `offline` opens no connection. On a
-    Linux CPU, `blas` False declines MKL and `strict` asks for bit-equal rows (lisa/blas.py). `slots` requests run
+    4 packs the attention cache. `chunk` is the number of prompt tokens read at once. `offline` opens no connection. On
+    a Linux CPU, `blas` False declines MKL and `strict` asks for bit-equal rows (lisa/blas.py). `slots` requests run
     interleaved, each with a context of its own. `say` takes progress lines. Raises LisaError.
     """
     in_use = blas_.use(mkl=blas, strict=strict)

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from lisa import catalog, convert, hub, pairing
 from lisa.engine import Engine
-from lisa.errors import DamagedModel, LisaError, UsageError
+from lisa.errors import DamagedModel, LisaError, UnsupportedModel, UsageError
 from lisa.memory import gigabytes, machine
 from lisa.pace import Fixed
 from lisa.target import Target, model_classes
@@ -61,7 +61,7 @@ def load(
         raise UsageError(f"the draft width is between 0 and {MAX_WIDTH}, not {width}")
     entry = catalog.find(spec)
     folder, name = _folder(spec, entry, quantisation, offline, say)
-    model_classes(hub.read_json(folder / "config.json"))  # refuses another family before anything is read
+    _check_target(folder, name, spec)
     tokenizer = load_tokenizer(folder)
     target = Target.load(folder, name=name, vocab=tokenizer.vocab, kv_bits=kv_bits)
     options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
@@ -72,6 +72,13 @@ def load(
     device = "Metal" if mx.default_device() == mx.gpu else "CPU"
     about = f"{name}, {gigabytes(target.nbytes)} of weights on {device}, drafter {paired.kind} ({paired.why})"
     return Loaded(engine, tokenizer, _sampling(folder, entry), name, about)
+
+
+def _check_target(folder: Path, name: str, spec: str) -> None:
+    """Refuses what is no target of a supported family, before anything large is read."""
+    if kind := pairing.drafter_kind(folder):
+        raise UnsupportedModel(f"{name} is a {kind} drafter, not a model; load its target with --drafter {spec}")
+    model_classes(hub.read_json(folder / "config.json"))
 
 
 def _width(kind: str, asked: int | None) -> int:

@@ -77,6 +77,14 @@ def pair(
     return Pairing(chosen.kind + _LOOKUP, chosen.why, lambda: Composed(chosen.new()), chosen.bytes, chosen.words)
 
 
+def drafter_kind(folder: Path) -> str | None:
+    """The kind of drafter a folder declares itself to be, None for anything else."""
+    try:
+        return kind_of(folder)
+    except BadDrafter:
+        return None
+
+
 def _named(
     name: str, target: Target, folder: Path, entry: catalog.Entry | None, options: Options, say: Say | None
 ) -> Pairing:
@@ -144,10 +152,19 @@ def _load(source: _Source, target: Target, options: Options, say: Say | None) ->
     model = LEARNED[checkpoint.kind](checkpoint, target, bits=options.bits, chunk=options.chunk)
     origins = ", ".join(f"{field} from {origin}" for field, origin in checkpoint.provenance.items())
     words = [f"drafter {checkpoint.name} ({checkpoint.kind}): {origins}"]
+    words += _bounds(checkpoint.name, model, target)
     if model.warning:
         words.append(model.warning)
     size = sum(file.stat().st_size for file in resolved.path.glob("*.safetensors"))
     return Pairing(checkpoint.kind, source.why, model.new, size, tuple(words))
+
+
+def _bounds(name: str, model: Any, target: Target) -> Iterator[str]:
+    if model.limit is not None and (target.context is None or model.limit < target.context):
+        yield f"drafter {name} drafts up to position {model.limit}; past it decoding goes on plainly"
+    windows = [window for window in getattr(model, "windows", ()) if window is not None]
+    if windows:
+        yield f"drafter {name} looks back {max(windows)} tokens in {len(windows)} of its layers"
 
 
 def _fields(file: Path) -> dict[str, Any]:

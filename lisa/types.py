@@ -190,7 +190,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a request cost. Times in seconds. `proposed_at[i]` / `accepted_at[i]` count slot i + 1 over all rounds."""
+    """What a request cost. Times in seconds. `proposed_at[i]` / `accepted_at[i]` count slot i + 1 over all rounds.
+
+    `drafter` ran, for the reason `why`; `notes` are lines on what became of it, such as a limit it reached.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -205,6 +208,7 @@ class Stats:
     seed: int = 0
     drafter: str = "none"
     why: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def acceptance(self) -> float | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -34,12 +36,30 @@ def drafter(kind: str, on: str) -> Callable[[], Drafter]:
     return made
 
 
-def _checkpoint(kind: str) -> Checkpoint:
+_DECLARED = {"dspine": "DSpineDraftModel", "dflash": "DFlashDraftModel", "eagle": "LlamaForCausalLMEagle3"}
+
+
+def write_drafter(folder: Path, kind: str, vocab: int, **changes: Any) -> Path:
+    """The same drafters as folders in SpecForge's layouts; `changes` to config.json, None removes a key."""
+    checkpoint = _checkpoint(kind, vocab)
+    folder.mkdir(parents=True)
+    taps = {"target_layer_ids": list(_TAPS), "mask_token_id": 5, "block_size": 16}
+    own = {"eagle_aux_hidden_state_layer_ids": list(_TAPS)} if kind == "eagle" else taps
+    config = {**checkpoint.config, "architectures": [_DECLARED[kind]], "vocab_size": vocab, **own, **changes}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    weights = dict(checkpoint.weights)
     if kind == "eagle":
-        return Checkpoint("tiny-eagle", "eagle", _BLOCK, _eagle(), _TAPS)
+        weights = {name.replace("layer.", "midlayer."): value for name, value in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def _checkpoint(kind: str, vocab: int = VOCAB) -> Checkpoint:
+    if kind == "eagle":
+        return Checkpoint("tiny-eagle", "eagle", _BLOCK, _eagle(vocab), _TAPS)
     weights = _backbone(layers=2)
     if kind == "dspine":
-        weights |= _injection(layers=2)
+        weights |= _injection(2, vocab)
     config = dict(_BLOCK)
     if kind.startswith("sliding"):
         config |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
@@ -69,19 +89,19 @@ def _backbone(layers: int) -> dict[str, mx.array]:
     return weights
 
 
-def _injection(layers: int, rank: int = 12, message: int = 6) -> dict[str, mx.array]:
+def _injection(layers: int, vocab: int, rank: int = 12, message: int = 6) -> dict[str, mx.array]:
     weights = {f"injection.{gate}.weight": _random(message, rank) for gate in ("receiver_gate", "predecessor_gate")}
     weights |= {"injection.message.weight": _random(message, rank), "injection.bias": mx.zeros((message,))}
     for i in range(layers):
         weights |= {f"injection.readouts.{i}.weight": _random(rank, HIDDEN)}
         weights |= {f"injection.writes.{i}.weight": _random(HIDDEN, message)}
-    codes = _random(VOCAB, rank)
+    codes = _random(vocab, rank)
     return weights | {"transfer_codes": codes / mx.linalg.norm(codes, axis=-1, keepdims=True)}
 
 
-def _eagle() -> dict[str, mx.array]:
+def _eagle(vocab: int) -> dict[str, mx.array]:
     """A reduced vocabulary: every second token."""
-    known = mx.arange(0, VOCAB, 2)
-    weights = {"fc.weight": _random(HIDDEN, len(_TAPS) * HIDDEN), "lm_head.weight": _random(VOCAB // 2, HIDDEN)}
+    known = mx.arange(0, vocab - 1, 2)
+    weights = {"fc.weight": _random(HIDDEN, len(_TAPS) * HIDDEN), "lm_head.weight": _random(vocab // 2, HIDDEN)}
     weights |= {"norm.weight": mx.ones((HIDDEN,)), "layer.hidden_norm.weight": mx.ones((HIDDEN,))}
-    return weights | _layer("layer", 2 * HIDDEN) | {"d2t": known - mx.arange(VOCAB // 2)}
+    return weights | _layer("layer", 2 * HIDDEN) | {"d2t": known - mx.arange(vocab // 2)}

@@ -37,6 +37,7 @@ FLOORS = {
     "chat": "api catalog errors hub memory types",
     "cli": "api catalog chat errors hub memory types",
     "__init__": "api errors types",
+    "__main__": "cli",
 }
 
 WITHOUT_MLX = [
