@@ -24,7 +24,7 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 
 # make chat PROMPT="What is the capital of France?" answers once; MODEL=... takes another model.
 chat: setup
-	@$(BIN)/lisa chat $(if $(MODEL),--model "$$MODEL") $(if $(PROMPT),-- "$$PROMPT")
+	@$(BIN)/lisa chat $(if $(MODEL),--model "$$MODEL") $(if $(PROMPT),-- "$$PROMPT" < /dev/null)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest

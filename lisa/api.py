@@ -65,8 +65,8 @@ def load(
 
     try:
         return Model(worker.call(loaded), worker, in_use)
-    except BaseException:
-        worker.close()
+    except BaseException as error:
+        worker.close(wait=not isinstance(error, KeyboardInterrupt))  # a download can take an hour
         raise
 
 

@@ -49,7 +49,8 @@ def answer(ask: Ask, messages: Messages) -> tuple[Message, Reason]:
                     message["reasoning_content"] = message.get("reasoning_content", "") + event.reasoning
             else:
                 done = event
-    say(_summary(done))
+    for line in (_summary(done), *done.stats.notes):
+        say(line)
     return message, done.reason
 
 

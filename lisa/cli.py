@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -58,7 +59,13 @@ def _root(
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Answer this and exit. Text piped in is put after it.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Catalogue name, folder or Hub id.")] = None,
-    drafter: Annotated[str, typer.Option(help="auto, none or ngram.")] = "auto",
+    drafter: Annotated[
+        str, typer.Option(help="auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; +ngram goes behind.")
+    ] = "auto",
+    drafter_config: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="JSON fields that win over the drafter's own.")
+    ] = None,
+    drafter_bits: Annotated[int | None, typer.Option(help="8 or 4 packs the drafter's matrices.")] = None,
     width: Annotated[int | None, typer.Option(min=0, max=MAX_WIDTH, help="Tokens drafted at once.")] = None,
     quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 always takes the likeliest token.")] = None,
@@ -92,6 +99,8 @@ def chat(
     with api.load(
         model,
         drafter=drafter,
+        drafter_config=drafter_config,
+        drafter_bits=drafter_bits,
         width=width,
         quantisation=quantisation,
         offline=offline,

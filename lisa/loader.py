@@ -59,6 +59,8 @@ def load(
     """
     if width is not None and not 0 <= width <= MAX_WIDTH:
         raise UsageError(f"the draft width is between 0 and {MAX_WIDTH}, not {width}")
+    if kv_bits not in (None, 4, 8):
+        raise UsageError(f"the attention cache can be packed to 8 or 4 bits, not {kv_bits}")
     entry = catalog.find(spec)
     folder, name = _folder(spec, entry, quantisation, offline, say)
     _check_target(folder, name, spec)

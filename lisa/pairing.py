@@ -68,6 +68,8 @@ def pair(
     `asked`: auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; any of the learned ones with "+ngram".
     Raises BadDrafter, UsageError, or what hub.resolve raises.
     """
+    if options.bits not in (None, 4, 8):
+        raise UsageError(f"a drafter can be packed to 8 or 4 bits, not {options.bits}")
     name, lookup = asked.removesuffix(_LOOKUP), asked.endswith(_LOOKUP)
     if lookup and name in (*PLAIN, ""):
         raise UsageError(f"{asked!r}: prompt lookup goes in front of a learned drafter; ngram alone is --drafter ngram")

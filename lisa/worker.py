@@ -130,14 +130,14 @@ class Worker:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def close(self) -> None:
-        """Cancel everything and end the thread; returns when it has ended. Harmless to repeat."""
+    def close(self, wait: bool = True) -> None:
+        """Cancel everything and end the thread, by default waiting for it. Harmless to repeat."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._inbox.put(None)
         atexit.unregister(self.close)
-        if threading.current_thread() is not self._thread:
+        if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _live(self) -> None:

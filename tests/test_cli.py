@@ -261,7 +261,7 @@ def test_no_template_is_told_before_a_conversation_begins(run: Run, copy: Path) 
         (["--model", "smolm2"], 1, "unknown model 'smolm2'"),
         (["--model", "./nowhere"], 1, "no such folder"),
         (["--model", "nobody/nothing", "--offline"], 1, "this run is offline"),
-        (["--drafter", "oracle"], 2, "unknown drafter 'oracle'"),
+        (["--drafter", "oracle"], 2, "unknown drafter"),
         (["--drafter", "none", "--width", "3"], 2, "--width needs a drafter"),
         (["--model", "smollm2-135m", "--quantisation", "3bit"], 2, "not as '3bit'"),
         (["--model", str(TESTS), "--quantisation", "4bit"], 2, "not in the catalogue"),
@@ -420,6 +420,12 @@ def test_thinking_stays_in_the_message_beside_the_answer() -> None:
     assert reason == "stop"
 
 
+def test_ctrl_c_is_the_programs_own_again_after_a_reply(run: Run) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run.fake("chat", "hi")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def process(*args: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     pipe = subprocess.PIPE
@@ -461,9 +467,11 @@ def test_a_pipe_nobody_ends_is_explained() -> None:
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     child = subprocess.Popen(command, stdin=reading, stderr=subprocess.PIPE, env=env, text=True)
     os.close(reading)
-    assert "waiting for standard input" in child.stderr.readline()  # type: ignore[union-attr]
+    told, _, _ = select.select([child.stderr], [], [], 20)
     os.close(writing)
-    assert child.communicate(timeout=20)[1].startswith("lisa: nothing to answer") and child.returncode == 2
+    err = child.communicate(timeout=20)[1]
+    assert told and re.fullmatch("waiting for standard input .*\nlisa: nothing to answer.*\n", err)
+    assert child.returncode == 2
 
 
 # Which model

@@ -88,6 +88,8 @@ def test_a_named_drafter_that_cannot_run_is_an_error(model: Path, tmp_path: Path
             load(str(model), drafter=name)
     with pytest.raises(UsageError, match="unknown drafter 'dspin'"):
         load(str(model), drafter="dspin")
+    with pytest.raises(UsageError, match="8 or 4 bits, not 3"):
+        load(str(model), drafter="dspine", drafter_bits=3)
     with pytest.raises(UsageError, match="in front of a learned drafter"):
         load(str(model), drafter="none+ngram")
     misfit = write_drafter(tmp_path / "misfit", "dspine", vocab, num_target_layers=9)
