@@ -11,10 +11,8 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict
-
-from bench.record import save
-from lisa import measure
 
 MODES = {"wheel": "mkl=False", "mkl": "", "mkl strict": "strict=True"}
 TOKENS = 48
@@ -35,12 +33,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
+    from lisa import measure
+
     arms = {name: lambda arguments=arguments: _run(arguments) for name, arguments in MODES.items()}
     measured = measure.alternate(arms, 3)
     report = {
         "bench": "blas",
         "command": "python -m bench.blas --save",
-        "date": measure.today(),
+        "date": time.strftime("%Y-%m-%d"),
         "model": "smollm2-135m",
         "machine": measure.machine(),
         "commit": measure.commit(),
@@ -49,7 +49,7 @@ def main() -> int:
         "ratio": {name: asdict(measure.ratio(measured[name], measured["wheel"])) for name in ("mkl", "mkl strict")},
     }
     if options.save:
-        save(report)
+        measure.save(report)
     print(json.dumps(report))
     return 0
 

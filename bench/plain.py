@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from bench.record import save
-from lisa import blas, measure
+from lisa import blas
 
 CHAT = "Explain in a few sentences how rain forms."
 COPY = (
@@ -33,7 +32,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    in_use = blas.use()
+    in_use = blas.use()  # before anything brings MLX in
+    from lisa import measure
     from lisa.loader import load
 
     loaded = {name: load("smollm2-135m", drafter=name) for name in ("none", "ngram")}
@@ -46,7 +46,7 @@ def main() -> int:
     report = {
         "bench": "plain",
         "command": "python -m bench.plain --save",
-        "date": measure.today(),
+        "date": time.strftime("%Y-%m-%d"),
         "model": "smollm2-135m",
         "machine": measure.machine(),
         "blas": str(in_use),
@@ -62,7 +62,7 @@ def main() -> int:
     for name, value in report["tok_s"].items():  # type: ignore[attr-defined]
         print(f"{name:12} {value:8.2f} tok/s")
     if options.save:
-        save(report)
+        measure.save(report)
     print(json.dumps(report))
     return 0
 

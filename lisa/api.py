@@ -142,7 +142,7 @@ class Model:
         self.name = loaded.name
         self.sampling = loaded.sampling
         self.context = loaded.engine.target.context
-        self.about = f"{loaded.about}, BLAS {blas}" if "CPU" in loaded.about else loaded.about
+        self.about = f"{loaded.about}, BLAS {blas}" if " on CPU" in loaded.about else loaded.about
 
     def chat(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 import threading
@@ -211,6 +212,37 @@ def _agrees(question: str) -> bool:
 
 def _declines(question: str) -> bool:
     return False
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.")],
+    drafters: Annotated[str, typer.Option(help="What to compare with plain decoding, separated by commas.")] = "auto",
+    prompts: Annotated[Path | None, typer.Option(dir_okay=False, help='Lines of {"kind", "prompt"}.')] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for each prompt.")] = 32,
+    pairs: Annotated[int, typer.Option(min=9, help="Measurements of each drafter.")] = 9,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Put the whole report on the last line, as JSON.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Append the report to the machine's results.")] = False,
+) -> None:
+    """Measure drafters against plain decoding: parity first, then speed, acceptance and memory."""
+    from lisa.blas import use
+
+    use()  # before measure brings MLX in
+    from lisa import measure
+
+    settings = measure.Settings(tokens, pairs, temperature, seed)
+    names = [name.strip() for name in drafters.split(",") if name.strip()]
+    report = measure.run(model, names, prompts, settings, quantisation=quantisation, offline=offline, say=say)
+    for line in measure.table(report):
+        print(line)
+    if save:
+        say(f"saved to {measure.save(report)}")
+    if as_json:
+        print(json.dumps(report))
 
 
 @app.command()

@@ -29,13 +29,22 @@ _NGRAM_WIDTH = 3
 
 @dataclass(frozen=True)
 class Loaded:
-    """`sampling` are the model's own defaults. `about` is one line on what was loaded."""
+    """`sampling` are the model's own defaults. `drafter` is the kind that runs, `about` one line on what was loaded."""
 
     engine: Engine
     tokenizer: Tokenizer
     sampling: Sampling
     name: str
-    about: str
+    folder: Path
+    entry: catalog.Entry | None
+    drafter: str
+    drafter_bytes: int
+
+    @property
+    def about(self) -> str:
+        device = "Metal" if mx.default_device() == mx.gpu else "CPU"
+        size = gigabytes(self.engine.target.nbytes)
+        return f"{self.name}, {size} of weights on {device}, drafter {self.drafter} ({self.engine.why})"
 
 
 def load(
@@ -67,13 +76,31 @@ def load(
     tokenizer = load_tokenizer(folder)
     target = Target.load(folder, name=name, vocab=tokenizer.vocab, kv_bits=kv_bits)
     options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
+    engine, paired = _engine(target, folder, entry, drafter, width, options, say)
+    return Loaded(engine, tokenizer, _sampling(folder, entry), name, folder, entry, paired.kind, paired.bytes)
+
+
+def redraft(loaded: Loaded, drafter: str, *, width: int | None = None, say: Say | None = None) -> Loaded:
+    """The same target, uncopied, with another drafter."""
+    options = pairing.Options(chunk=loaded.engine.chunk)
+    engine, paired = _engine(loaded.engine.target, loaded.folder, loaded.entry, drafter, width, options, say)
+    return replace(loaded, engine=engine, drafter=paired.kind, drafter_bytes=paired.bytes)
+
+
+def _engine(
+    target: Target,
+    folder: Path,
+    entry: catalog.Entry | None,
+    drafter: str,
+    width: int | None,
+    options: pairing.Options,
+    say: Say | None,
+) -> tuple[Engine, pairing.Pairing]:
     paired = pairing.pair(drafter, target, folder, entry, options, say)
-    for line in paired.words if say is not None else ():
-        say(line)  # type: ignore[misc]
-    engine = Engine(target, paired.new, lambda: Fixed(_width(paired.kind, width)), chunk, paired.why)
-    device = "Metal" if mx.default_device() == mx.gpu else "CPU"
-    about = f"{name}, {gigabytes(target.nbytes)} of weights on {device}, drafter {paired.kind} ({paired.why})"
-    return Loaded(engine, tokenizer, _sampling(folder, entry), name, about)
+    if say is not None:
+        for line in paired.words:
+            say(line)
+    return Engine(target, paired.new, lambda: Fixed(_width(paired.kind, width)), options.chunk, paired.why), paired
 
 
 def _check_target(folder: Path, name: str, spec: str) -> None:

@@ -1,18 +1,60 @@
-"""Comparing speeds honestly: alternating arms in one process, medians, and an interval that says how sure they are."""
+"""What `lisa bench` runs: drafters compared on one target, in one process, after a parity check.
+
+Arms take turns, so that whatever slows the machine slows all of them; speeds are medians over the pairs, and a ratio
+comes with a bootstrap interval. Plain decoding runs in its fastest mode. A drafter whose text is wrong gets no speed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from lisa.engine import Session
+from lisa.errors import UsageError
+from lisa.loader import Loaded, load, redraft
+from lisa.types import Commit, Done, Request, Sampling, Stats, Tokens
+
+Say = Callable[[str], None]
+
+PLAIN = "none"
+NEAR = 1e-2
+"""A first difference where the target's two best logits are closer than this is a near tie, not a wrong token: a fast
+BLAS rounds a row differently by the number of rows beside it."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    kind: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`tokens` to generate a prompt; `pairs` of measurements an arm."""
+
+    tokens: int = 32
+    pairs: int = 9
+    temperature: float = 0.0
+    seed: int = 0
+
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -24,12 +66,231 @@ class Ratio:
     high: float
 
 
-def alternate(arms: Mapping[str, Callable[[], float]], pairs: int) -> dict[str, list[float]]:
+@dataclass(frozen=True)
+class Run:
+    """One arm over all prompts: decoded tokens, seconds of decoding, and the stats of each prompt."""
+
+    kinds: tuple[str, ...]
+    stats: tuple[Stats, ...]
+
+    def speed(self, kind: str | None = None) -> float:
+        """Tokens/s after each prompt's first token."""
+        chosen = [s for k, s in zip(self.kinds, self.stats, strict=True) if kind in (None, k)]
+        return sum(s.completion_tokens - 1 for s in chosen) / sum(s.decode for s in chosen)
+
+
+def run(
+    model: str,
+    drafters: Sequence[str],
+    file: Path | None,
+    settings: Settings,
+    *,
+    quantisation: str | None = None,
+    offline: bool = False,
+    say: Say,
+) -> dict[str, Any]:
+    """Load `model` and bench it. Raises LisaError."""
+    began = time.perf_counter()
+    loaded = load(model, drafter=PLAIN, quantisation=quantisation, offline=offline, say=say)
+    return bench(loaded, drafters, file, settings, time.perf_counter() - began, say)
+
+
+def save(report: Mapping[str, Any]) -> Path:
+    """Append a report to bench/results/<machine>.jsonl of the checkout, or of the current folder outside one."""
+    checkout = Path(__file__).parent.parent
+    folder = (checkout if (checkout / "bench" / "LOG.md").is_file() else Path.cwd()) / "bench" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    described = report["machine"]
+    words = f"{described['system']} {described['cpu']} {described['cores']} cores".lower()
+    path = folder / f"{re.sub(r'[^a-z0-9]+', '-', words).strip('-')}.jsonl"
+    with path.open("a", encoding="utf-8") as results:
+        results.write(json.dumps(report) + "\n")
+    return path
+
+
+def bench(
+    loaded: Loaded, drafters: Sequence[str], file: Path | None, settings: Settings, load_s: float, say: Say
+) -> dict[str, Any]:
+    """Compare `drafters` with plain decoding on `loaded`'s target. Raises UsageError for an unusable prompt file.
+
+    The report: {model, machine, commit, prompts_sha256, settings, parity, load_s, arms, ratio, interval, kinds}.
+    """
+    digest, prompts = read_prompts(loaded, file)
+    arms = {name: redraft(loaded, name, say=say) for name in dict.fromkeys((PLAIN, *drafters))}
+    texts = {name: [_text(arm, prompt, settings) for prompt in prompts] for name, arm in arms.items()}
+    parity = {name: _parity(loaded, prompts, texts[PLAIN], texts[name]) for name in arms if name != PLAIN}
+    sound = [name for name in arms if name == PLAIN or not parity[name]["wrong"]]
+    for name in arms.keys() - set(sound):
+        say(f"{name} gives another text than plain decoding: its speed is not reported")
+
+    def turn(name: str) -> Run:
+        return _run(arms[name], prompts, settings)
+
+    runs = alternate({name: lambda name=name: turn(name) for name in sound}, settings.pairs, say)  # type: ignore[misc]
+    speeds = {name: [run.speed() for run in measured] for name, measured in runs.items()}
+    ratios = {name: ratio(speeds[name], speeds[PLAIN]) for name in sound if name != PLAIN}
+    return {
+        "bench": "drafters",
+        "date": time.strftime("%Y-%m-%d"),
+        "model": loaded.name,
+        "machine": machine(),
+        "commit": commit(),
+        "prompts_sha256": digest,
+        "settings": vars(settings),
+        "parity": parity,
+        "load_s": round(load_s, 3),
+        "arms": {name: _arm(arms[name], runs[name], prompts) for name in sound},
+        "ratio": {name: round(r.value, 4) for name, r in ratios.items()},
+        "interval": {name: [round(r.low, 4), round(r.high, 4)] for name, r in ratios.items()},
+        "kinds": {kind: _kind(kind, runs) for kind in dict.fromkeys(p.kind for p in prompts)},
+    }
+
+
+def read_prompts(loaded: Loaded, file: Path | None) -> tuple[str, list[Prompt]]:
+    """(sha256 of the file, its prompts rendered for the model). One JSON object a line: {"kind", "prompt"}."""
+    source = files("lisa") / "prompts.jsonl" if file is None else file
+    try:
+        data = source.read_bytes()
+        lines = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
+        pairs = [(str(line["kind"]), str(line["prompt"])) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f'{source} must hold lines of {{"kind": ..., "prompt": ...}}: {error}') from error
+    if not pairs:
+        raise UsageError(f"{source} holds no prompts")
+    render = loaded.tokenizer.render
+    prompts = [Prompt(kind, tuple(render([{"role": "user", "content": text}]))) for kind, text in pairs]
+    return hashlib.sha256(data).hexdigest(), prompts
+
+
+def _generate(session: Session, loaded: Loaded, prompt: Prompt, settings: Settings) -> tuple[list[int], Stats]:
+    reader = loaded.tokenizer.reader(prompt=prompt.tokens)
+    request = Request(prompt.tokens, settings.sampling(), settings.tokens, loaded.tokenizer.eos, reader=reader)
+    ids: list[int] = []
+    stats = Stats()
+    for event in session.run(request):
+        if isinstance(event, Tokens):
+            ids += event.ids
+        elif isinstance(event, Done):
+            stats = event.stats
+    return ids, stats
+
+
+def _text(loaded: Loaded, prompt: Prompt, settings: Settings) -> list[int]:
+    return _generate(loaded.engine.session(), loaded, prompt, settings)[0]
+
+
+def _run(loaded: Loaded, prompts: Sequence[Prompt], settings: Settings) -> Run:
+    """Every prompt from a cold session, as a first question is."""
+    stats = [_generate(loaded.engine.session(), loaded, prompt, settings)[1] for prompt in prompts]
+    used = [(p.kind, s) for p, s in zip(prompts, stats, strict=True) if s.completion_tokens > 1]
+    return Run(tuple(kind for kind, _ in used), tuple(s for _, s in used))
+
+
+def _parity(
+    loaded: Loaded, prompts: Sequence[Prompt], plain: Sequence[list[int]], other: Sequence[list[int]]
+) -> dict[str, int]:
+    """How many texts are equal, part at a near tie of the target, or are wrong."""
+    counts = {"equal": 0, "near_ties": 0, "wrong": 0}
+    for prompt, a, b in zip(prompts, plain, other, strict=True):
+        if a == b:
+            counts["equal"] += 1
+        else:
+            counts["near_ties" if _near(loaded, prompt, a, b) else "wrong"] += 1
+    return counts
+
+
+def _near(loaded: Loaded, prompt: Prompt, a: list[int], b: list[int]) -> bool:
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    target = loaded.engine.target
+    logits, _ = target.forward(mx.array([*prompt.tokens, *a[:at]], mx.int32), target.new_state())
+    second, best = mx.sort(logits[0])[-2:].tolist()  # type: ignore[misc]
+    return bool(best - second < NEAR)
+
+
+def _arm(loaded: Loaded, runs: Sequence[Run], prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What one drafter did, pooled over all its runs."""
+    stats = [s for run in runs for s in run.stats]
+    rounds, accepted = sum(s.rounds for s in stats), sum(s.accepted for s in stats)
+    proposed_at = _pooled([s.proposed_at for s in stats])
+    accepted_at = _pooled([s.accepted_at for s in stats])
+    drafted_rounds = proposed_at[0] if proposed_at else 0
+    width = round(sum(proposed_at) / drafted_rounds) if drafted_rounds else 0
+    mx.reset_peak_memory()
+    draft_s, verify_s, per_token = _parts(loaded, prompts[0], width)
+    round_s = sum(s.decode for s in stats) / max(1, rounds)
+    return {
+        "tok_s": round(statistics.median(run.speed() for run in runs), 3),
+        "accepted": round((accepted + rounds) / max(1, rounds), 3),
+        "by_position": [round(a / p, 3) for a, p in zip(accepted_at, proposed_at, strict=True)],
+        "width": width,
+        "round_ms": round(1e3 * round_s, 3),
+        "draft_ms": round(1e3 * draft_s, 3),
+        "verify_ms": round(1e3 * verify_s, 3),
+        "host_ms": round(1e3 * max(0.0, round_s - draft_s - verify_s), 3),
+        "ttft_ms": round(1e3 * statistics.median(s.ttft for s in stats), 2),
+        "drafter_bytes": loaded.drafter_bytes,
+        "drafter_kv_bytes_per_token": per_token,
+        "peak_bytes": int(mx.get_peak_memory()),
+    }
+
+
+def _pooled(rows: Sequence[tuple[int, ...]]) -> list[int]:
+    width = max((len(row) for row in rows), default=0)
+    return [sum(row[i] for row in rows if i < len(row)) for i in range(width)]
+
+
+def _parts(loaded: Loaded, prompt: Prompt, width: int) -> tuple[float, float, int]:
+    """Seconds of one draft and of one verify forward at `width`, apart from one another, and the drafter's bytes a
+    token of context. The rest of a round is the host's."""
+    session = loaded.engine.session()
+    target, drafter, state = loaded.engine.target, session.drafter, session.state
+    tokens = mx.array(prompt.tokens, mx.int32)
+    _, features = target.forward(tokens[:-1], state, drafter.taps, rows=0)
+    mx.eval(state.arrays(), [] if features is None else features)
+    last = prompt.tokens[-1]
+    drafter.observe(Commit(prompt.tokens[:-1], features, last, 0))
+
+    def draft() -> None:
+        mx.eval(drafter.propose(last, width, Sampling(seed=0), state.length).tokens)
+
+    def verify() -> None:
+        rows = width + 1
+        state.open(rows)
+        logits, _ = target.forward(mx.array([last] * rows, mx.int32), state, drafter.taps, rows)
+        mx.eval(mx.argmax(logits, axis=-1))
+        state.commit(0)
+
+    draft_s = _seconds(draft) if width else 0.0
+    return draft_s, _seconds(verify), round(drafter.nbytes / max(1, drafter.length))
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    """Median of 7, after two that compile."""
+    times = []
+    for _ in range(9):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+def _kind(kind: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    speeds = {name: [run.speed(kind) for run in measured] for name, measured in runs.items()}
+    ratios = {name: ratio(values, speeds[PLAIN]) for name, values in speeds.items() if name != PLAIN}
+    return {
+        "tok_s": {name: round(statistics.median(values), 3) for name, values in speeds.items()},
+        "ratio": {name: round(r.value, 4) for name, r in ratios.items()},
+        "interval": {name: [round(r.low, 4), round(r.high, 4)] for name, r in ratios.items()},
+    }
+
+
+def alternate(arms: Mapping[str, Callable[[], Any]], pairs: int, say: Say | None = None) -> dict[str, list[Any]]:
     """Each arm's measurements; the arms take turns, and every second round runs them in reverse."""
-    measured: dict[str, list[float]] = {name: [] for name in arms}
+    measured: dict[str, list[Any]] = {name: [] for name in arms}
     for i in range(pairs):
-        names = list(arms)[:: 1 if i % 2 == 0 else -1]
-        for name in names:
+        if say is not None:
+            say(f"pair {i + 1} of {pairs}")
+        for name in list(arms)[:: 1 if i % 2 == 0 else -1]:
             measured[name].append(arms[name]())
     return measured
 
@@ -47,12 +308,33 @@ def ratio(a: Sequence[float], b: Sequence[float], draws: int = 2000) -> Ratio:
     return Ratio(middle, values[int(0.025 * draws)], values[int(0.975 * draws) - 1])
 
 
-def machine() -> dict[str, object]:
-    """What a result depends on besides the code. `cpu` is the processor's name."""
+def table(report: Mapping[str, Any]) -> Iterator[str]:
+    """The report for people."""
+    yield f"{report['model']}, {report['machine']['cpu']}, BLAS {report['machine']['blas']}"
+    names = f"{'accepted':>9}{'draft':>8}{'verify':>8}{'TTFT':>8}"
+    yield f"{'drafter':16}{'tok/s':>8}{'ratio':>8}  {'95 % interval':17}{names}"
+    for name, arm in report["arms"].items():
+        interval = report["interval"].get(name)
+        sure = f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
+        yield (
+            f"{name:16}{arm['tok_s']:8.2f}{report['ratio'].get(name, 1.0):8.3f}  {sure:17}{arm['accepted']:9.2f}"
+            f"{arm['draft_ms']:6.1f}ms{arm['verify_ms']:6.1f}ms{arm['ttft_ms']:6.0f}ms"
+        )
+    for kind, values in report["kinds"].items():
+        ratios = ", ".join(f"{name} {value:.3f}" for name, value in values["ratio"].items())
+        yield f"  {kind:12} {ratios}"
+
+
+def machine() -> dict[str, Any]:
+    """What a result depends on besides the code."""
+    from lisa import blas
+
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
+        "device": "Metal" if mx.default_device() == mx.gpu else "CPU",
+        "blas": str(blas.use()),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("mlx", "mlx-lm", "transformers")},
     }
@@ -71,10 +353,8 @@ def _cpu() -> str:
 def commit() -> str:
     """The checkout's commit, "-dirty" when it has changes, "" outside a checkout."""
     folder = Path(__file__).parent.parent
+    if not (folder / ".git").exists():
+        return ""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     result = subprocess.run(command, capture_output=True, text=True)
     return result.stdout.strip() if result.returncode == 0 else ""
-
-
-def today() -> str:
-    return time.strftime("%Y-%m-%d")

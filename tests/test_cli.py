@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,7 @@ def test_every_option_arrives(run: Run) -> None:
     penalties = "--repetition-penalty 1.1 --presence-penalty .2 --frequency-penalty .3"
     reply = "--max-tokens 5 --system S --stop one --stop two --no-thinking"
     load = "-m some --drafter ngram --width 6 --quantisation 4bit --offline --strict"
+    load += " --drafter-config given.json --drafter-bits 8"
     no_blas = [] if sys.platform == "darwin" else ["--no-blas"]
     assert run.fake("chat", *f"{sampling} {penalties} {reply} {load}".split(), *no_blas, "hi") == 0
     messages, asked = run.model.asked[0]
@@ -358,6 +360,8 @@ def test_every_option_arrives(run: Run) -> None:
     assert name == "some" and loaded.pop("say") is cli.say
     assert loaded == {
         "drafter": "ngram",
+        "drafter_config": Path("given.json"),
+        "drafter_bits": 8,
         "width": 6,
         "quantisation": "4bit",
         "offline": True,
@@ -610,6 +614,16 @@ class Typist:
         before, self.seen = self.seen.split(text, 1)
         return before + text
 
+    def interrupt(self, until: Callable[[], object]) -> None:
+        """Ctrl-C, again when nothing comes of it: between echoing a key and waiting for the next, input() misses one."""
+        for _ in range(5):
+            time.sleep(0.3)
+            self.type("\x03")
+            with suppress(AssertionError, subprocess.TimeoutExpired):
+                until()
+                return
+        raise AssertionError("Ctrl-C had no effect")
+
     def leave(self) -> int:
         self.process.communicate(timeout=20)
         return self.process.returncode
@@ -678,12 +692,8 @@ def test_ctrl_c_drops_a_half_written_line_and_leaves_at_an_empty_one(typist: Typ
     pytest.importorskip("readline")
     typist.type("half")
     typist.wait("half")
-    # Between echoing a key and waiting for the next, Python's input() misses a signal; nobody types that fast.
-    time.sleep(0.3)
-    typist.type("\x03")
-    typist.wait("> ")
-    time.sleep(0.3)
-    typist.type("\x03")
+    typist.interrupt(lambda: typist.wait("> ", 3))
+    typist.interrupt(lambda: typist.process.wait(3))
     assert typist.leave() == 0
 
 

@@ -33,9 +33,9 @@ FLOORS = {
     "pairing": "catalog drafters errors hub target types",
     "loader": "blas catalog convert engine errors hub memory pace pairing prefix target tokenizer types",
     "api": "blas errors loader text tokenizer types worker engine",
-    "measure": "api drafters engine errors loader target types",
+    "measure": "blas engine errors loader types",
     "chat": "api catalog errors hub memory types",
-    "cli": "api catalog chat errors hub memory types",
+    "cli": "api blas measure catalog chat errors hub memory types",
     "__init__": "api errors types",
     "__main__": "cli",
 }

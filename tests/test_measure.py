@@ -1,0 +1,125 @@
+"""Benches say nothing of a speed before the text is right, and say how sure they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafters_tiny import write_drafter
+from folders import write_model
+from tiny import VOCAB
+
+from bench import host
+from lisa import measure
+from lisa.errors import UsageError
+from lisa.loader import Loaded, load
+from lisa.verify import Verdict
+
+QUICK = measure.Settings(tokens=6, pairs=9)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    folder = write_model(tmp_path_factory.mktemp("bench") / "tiny", "qwen3_5")
+    write_drafter(folder / "drafters" / "dspine", "dspine", load(str(folder)).tokenizer.vocab)
+    return load(str(folder), drafter="none")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    lines = [{"kind": kind, "prompt": text} for kind, text in (("chat", "hello"), ("copy", "one two one two one two"))]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return tmp_path / "prompts.jsonl"
+
+
+def test_a_report_has_everything_that_was_promised(loaded: Loaded, prompts: Path) -> None:
+    report = measure.bench(loaded, ["dspine", "ngram"], prompts, QUICK, 1.0, lambda line: None)
+    json.dumps(report)
+    assert list(report["arms"]) == ["none", "dspine", "ngram"] and set(report["kinds"]) == {"chat", "copy"}
+    assert report["parity"]["dspine"] == {"equal": 2, "near_ties": 0, "wrong": 0}
+    arm = report["arms"]["dspine"]
+    promised = {"tok_s", "accepted", "by_position", "draft_ms", "verify_ms", "host_ms", "ttft_ms", "drafter_bytes"}
+    assert promised | {"drafter_kv_bytes_per_token", "peak_bytes"} <= set(arm)
+    # One layer's K and V: 2 layers x 2 x 2 heads x 8 floats, in a buffer with room to grow.
+    assert arm["drafter_kv_bytes_per_token"] >= 2 * 2 * 16 * 4 and arm["drafter_bytes"] > 10_000
+    for name in ("dspine", "ngram"):
+        low, high = report["interval"][name]
+        assert low <= report["ratio"][name] <= high
+    assert len(report["prompts_sha256"]) == 64 and report["machine"]["blas"] and report["model"] == "tiny"
+    assert len(list(measure.table(report))) == 2 + 3 + 2
+
+
+def test_a_wrong_text_gets_no_speed(loaded: Loaded, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(one: Loaded, name: str, say: Any = None) -> Loaded:
+        return replace(one, name="broken" if name != "none" else one.name)
+
+    text = measure._text
+    monkeypatch.setattr(measure, "redraft", broken)
+    monkeypatch.setattr(measure, "_text", lambda one, *rest: [5, 6, 7] if one.name == "broken" else text(one, *rest))
+    said: list[str] = []
+    report = measure.bench(loaded, ["ngram"], prompts, QUICK, 1.0, said.append)
+    assert report["parity"]["ngram"]["wrong"] == 2 and list(report["arms"]) == ["none"] and report["ratio"] == {}
+    assert any("ngram gives another text" in line for line in said)
+
+
+def test_a_first_difference_counts_as_a_tie_only_where_the_target_has_one(loaded: Loaded) -> None:
+    prompt = measure.Prompt("chat", (1, 2, 3))
+    plain = measure._text(loaded, prompt, QUICK)
+    wrong = [*plain[:3], (plain[3] + 1) % VOCAB, *plain[4:]]
+    assert measure._parity(loaded, [prompt], [plain], [wrong]) == {"equal": 0, "near_ties": 0, "wrong": 1}
+    assert measure._parity(loaded, [prompt], [plain], [plain[:3]]) == {"equal": 0, "near_ties": 0, "wrong": 1}
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"kind": "chat"}', "[1]"])
+def test_an_unusable_prompt_file_is_one_line(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"prompts\.jsonl"):
+        measure.read_prompts(loaded, file)
+    with pytest.raises(UsageError, match="missing"):
+        measure.read_prompts(loaded, tmp_path / "missing")
+
+
+def test_the_shipped_prompts_cover_four_kinds(loaded: Loaded) -> None:
+    _, prompts = measure.read_prompts(loaded, None)
+    assert {prompt.kind for prompt in prompts} == {"chat", "code", "copy", "reasoning"}
+
+
+def test_arms_take_turns_and_turns_are_reversed() -> None:
+    order: list[str] = []
+    arms = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
+    measured = measure.alternate(arms, 3)  # type: ignore[arg-type]
+    assert order == ["a", "b", "b", "a", "a", "b"] and measured == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
+
+
+def test_an_interval_holds_the_ratio_and_narrows_with_less_noise() -> None:
+    steady = measure.ratio([20.0, 20.2, 19.8] * 3, [10.0, 10.1, 9.9] * 3)
+    noisy = measure.ratio([20.0, 30.0, 10.0] * 3, [10.0, 10.1, 9.9] * 3)
+    assert steady.low <= steady.value <= steady.high and abs(steady.value - 2.0) < 0.05
+    assert noisy.high - noisy.low > 5 * (steady.high - steady.low)
+
+
+def test_results_are_appended_to_the_machines_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "__file__", str(tmp_path / "lisa" / "measure.py"))
+    monkeypatch.chdir(tmp_path)
+    report = {"machine": {"system": "Linux x86_64", "cpu": "Some(R) CPU", "cores": 2}, "n": 1}
+    for n in (1, 2):
+        path = measure.save(report | {"n": n})
+    assert path == tmp_path / "bench" / "results" / "linux-x86-64-some-r-cpu-2-cores.jsonl"
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_round_synchronises_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+    read = Verdict.read
+
+    def counted(self: Verdict) -> Any:
+        nonlocal reads
+        reads += 1
+        return read(self)
+
+    monkeypatch.setattr(Verdict, "read", counted)
+    assert len(host.rounds(30)) == 30 and reads == 1 + 30 + 20
