@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup chat test test-long lint golden clean
+.PHONY: setup chat test test-long lint golden bench clean
 export PROMPT MODEL
 
 setup: $(VENV)/.lisa
@@ -39,6 +39,15 @@ lint: $(VENV)/.dev
 
 golden: setup
 	$(BIN)/python -m bench.golden tests/golden/*/
+
+# Everything measurable on this machine, appended to bench/results; the docs' numbers are made from it.
+bench: setup
+	$(BIN)/python -m bench.host --save
+	$(BIN)/python -m bench.plain --save
+	@if [ "$$(uname -s)" = Linux ]; then $(BIN)/python -m bench.blas --save; fi
+	$(BIN)/lisa bench smollm2-135m --drafters ngram --save
+	@if [ "$$(uname -s)-$$(uname -m)" = Darwin-arm64 ]; then $(BIN)/python -m bench.claim; fi
+	$(BIN)/python -m bench.report
 
 clean:
 	rm -rf $(VENV)

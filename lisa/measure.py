@@ -131,6 +131,7 @@ def bench(
     ratios = {name: ratio(speeds[name], speeds[PLAIN]) for name in sound if name != PLAIN}
     return {
         "bench": "drafters",
+        "command": f"lisa bench {loaded.name} --drafters {','.join(drafters)} --save",
         "date": time.strftime("%Y-%m-%d"),
         "model": loaded.name,
         "machine": machine(),
