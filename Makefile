@@ -10,16 +10,16 @@ export PROMPT MODEL
 setup: $(VENV)/.lisa
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.lisa: pyproject.toml | $(BIN)/python
-	@echo "installing lisa into $(VENV)"
-	$(PIP) --editable ".[cpu]"
+	@echo "installing lisa into $(VENV)" >&2
+	@$(PIP) --editable ".[cpu]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
-	@echo "installing lisa and its test tools into $(VENV)"
-	$(PIP) --editable ".[cpu,dev]"
+	@echo "installing lisa and its test tools into $(VENV)" >&2
+	@$(PIP) --editable ".[cpu,dev]"
 	@touch $@ $(VENV)/.lisa
 
 # make chat PROMPT="What is the capital of France?" answers once; MODEL=... takes another model.

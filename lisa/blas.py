@@ -1,7 +1,7 @@
 """The BLAS that MLX's CPU backend calls.
 
 MLX's Linux wheel carries a reference BLAS. Intel's MKL (the `mkl` package, an extra, proprietary licence, never
-bundled), loaded with global symbols before MLX is imported, takes its place and is about forty times faster. In strict
+bundled), loaded with global symbols before MLX is imported, takes its place and multiplies matrices about forty times faster. In strict
 mode it rounds a row the same whatever rows stand beside it, which is what makes speculative text equal plain text bit
 for bit on a CPU; the wheel's own BLAS has that property too. On macOS none of this applies.
 """
@@ -60,7 +60,7 @@ def _choose(mkl: bool, strict: bool) -> Blas:
         return Blas("wheel", True, "mlx was imported before lisa could load MKL")
     library = _find()
     if library is None:
-        return Blas("wheel", True, "MKL is not installed: pip install 'lisa[cpu]' is about forty times faster")
+        return Blas("wheel", True, "MKL is not installed: pip install 'lisa[cpu]' is several times faster")
     try:
         loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL if not strict else ctypes.RTLD_LOCAL)
         if strict and loaded.MKL_CBWR_Set(_CBWR_AVX2_STRICT) != 0:
