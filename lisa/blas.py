@@ -1,9 +1,9 @@
 """The BLAS that MLX's CPU backend calls.
 
 MLX's Linux wheel carries a reference BLAS. Intel's MKL (the `mkl` package, an extra, proprietary licence, never
-bundled), loaded with global symbols before MLX is imported, takes its place and multiplies matrices about forty times faster. In strict
-mode it rounds a row the same whatever rows stand beside it, which is what makes speculative text equal plain text bit
-for bit on a CPU; the wheel's own BLAS has that property too. On macOS none of this applies.
+bundled), loaded with global symbols before MLX is imported, takes its place and multiplies matrices about forty times
+faster. In strict mode it rounds a row the same whatever rows stand beside it, which is what makes speculative text
+equal plain text bit for bit on a CPU; the wheel's own BLAS has that property too. On macOS none of this applies.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""lisa-tiny: the language it is trained on, its training and its evaluation."""
