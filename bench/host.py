@@ -1,7 +1,7 @@
 """python -m bench.host [--save]: what a round costs beside the model, from propose to emit.
 
-A scripted target (its logits are there already) and a scripted drafter, vocabulary 50,000, 16 rows, T=0. What is left is
-the loop: draft, state, verdict, the one synchronisation, ledger, events; and the argmax of the rows, which is the
+A scripted target (its logits are there already) and a scripted drafter, vocabulary 50,000, 16 rows, T=0. What is left
+is the loop: draft, state, verdict, the one synchronisation, ledger, events; and the argmax of the rows, which is the
 device's work and is measured apart (on a CPU the device is the same processor). So is building the graph of a real
 model's forward. The last line is one JSON document.
 """

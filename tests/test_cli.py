@@ -615,7 +615,7 @@ class Typist:
         return before + text
 
     def interrupt(self, until: Callable[[], object]) -> None:
-        """Ctrl-C, again when nothing comes of it: between echoing a key and waiting for the next, input() misses one."""
+        """Ctrl-C, again when nothing comes of it: between echoing a key and awaiting the next, input() misses one."""
         for _ in range(5):
             time.sleep(0.3)
             self.type("\x03")
