@@ -228,7 +228,13 @@ class _Run:
 
     def stats(self) -> Stats:
         assert self.sampling.seed is not None
-        return self.ledger.stats(self.sampling.seed, self.session.drafter.source, self.session.engine.why)
+        stats = self.ledger.stats(self.sampling.seed, self.session.drafter.source, self.session.engine.why)
+        return replace(stats, notes=tuple(self._notes()))
+
+    def _notes(self) -> Iterator[str]:
+        drafter = self.session.drafter
+        if drafter.limit is not None and self.session.state.length >= drafter.limit - 1:
+            yield f"the drafter {drafter.source} drafts up to position {drafter.limit}; past it decoding went on plainly"
 
 
 class _Ledger:

@@ -204,8 +204,8 @@ def _near(loaded: Loaded, prompt: Prompt, a: list[int], b: list[int]) -> bool:
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     target = loaded.engine.target
     logits, _ = target.forward(mx.array([*prompt.tokens, *a[:at]], mx.int32), target.new_state())
-    second, best = mx.sort(logits[0])[-2:].tolist()  # type: ignore[misc]
-    return bool(best - second < NEAR)
+    best = mx.sort(logits[0])[-2:]
+    return float((best[1] - best[0]).item()) < NEAR
 
 
 def _arm(loaded: Loaded, runs: Sequence[Run], prompts: Sequence[Prompt]) -> dict[str, Any]:
