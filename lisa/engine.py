@@ -234,7 +234,7 @@ class _Run:
     def _notes(self) -> Iterator[str]:
         drafter = self.session.drafter
         if drafter.limit is not None and self.session.state.length >= drafter.limit - 1:
-            yield f"the drafter {drafter.source} drafts up to position {drafter.limit}; past it decoding went on plainly"
+            yield f"drafter {drafter.source} drafts up to position {drafter.limit}; past it decoding went on plainly"
 
 
 class _Ledger:

@@ -205,7 +205,7 @@ def _near(loaded: Loaded, prompt: Prompt, a: list[int], b: list[int]) -> bool:
     target = loaded.engine.target
     logits, _ = target.forward(mx.array([*prompt.tokens, *a[:at]], mx.int32), target.new_state())
     best = mx.sort(logits[0])[-2:]
-    return float((best[1] - best[0]).item()) < NEAR
+    return bool((best[1] - best[0] < NEAR).item())
 
 
 def _arm(loaded: Loaded, runs: Sequence[Run], prompts: Sequence[Prompt]) -> dict[str, Any]:

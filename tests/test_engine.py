@@ -241,7 +241,7 @@ def test_a_drafter_stops_at_its_own_limit_and_decoding_goes_on() -> None:
     assert ids == [(1 + i) % 10 for i in range(20)]
     furthest = max(c.start + len(c.tokens) for c in drafter.commits if len(c.tokens) > 1)
     assert furthest <= 10 and stats.drafted == stats.accepted > 0
-    assert stats.notes == ("the drafter scripted drafts up to position 10; past it decoding went on plainly",)
+    assert stats.notes == ("drafter scripted drafts up to position 10; past it decoding went on plainly",)
     *_, stats = outcome(events(session(counting(), Nothing), Request((0,), max_tokens=20)))
     assert stats.notes == ()
 
