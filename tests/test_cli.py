@@ -590,7 +590,11 @@ class Typist:
     """Someone at a terminal in front of the real command over the fake model."""
 
     def __init__(self, **env: str):
-        spawn = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+        # A gate that runs in the background hands down an ignored SIGINT, which a terminal's shell would not.
+        spawn = (
+            "import os, pty, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+            "sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+        )
         command = [sys.executable, "-c", spawn, sys.executable, "-c", FAKE, "chat", "-m", "some"]
         path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
         base = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"PYTHONPATH": path, "TERM": "xterm"}
