@@ -6,7 +6,6 @@ import sys
 import types
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -33,12 +32,16 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Weights:
-    """One quantisation of a target, from the Hub (`repo`) or from a `wheel`. `bytes` on disk, and in memory."""
+    """One quantisation of a target: from the Hub (`repo`), from a `wheel`, or a `folder` beside the catalogue's files.
+
+    `bytes` on disk, and in memory.
+    """
 
     quantisation: str
     bytes: int
     repo: str | None = None
     wheel: Wheel | None = None
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,14 @@ class Entry:
 @cache
 def entries() -> tuple[Entry, ...]:
     """All entries, the smallest first."""
-    folder = files("lisa") / "models"
-    if not folder.is_dir():  # a checkout or an editable install: models/ is the sibling of lisa/
-        folder = Path(__file__).parent.parent / "models"
-    tables = [file for file in folder.iterdir() if file.name.endswith(".toml")]
+    tables = models_folder().glob("*.toml")
     return tuple(sorted((read(f.read_text("utf-8"), f.name) for f in tables), key=lambda e: e.weights[0].bytes))
+
+
+def models_folder() -> Path:
+    """Where the catalogue and the models that come with Lisa are: inside the package, or its sibling in a checkout."""
+    package = Path(__file__).parent
+    return package / "models" if (package / "models").is_dir() else package.parent / "models"
 
 
 def find(name: str) -> Entry | None:
@@ -106,8 +112,8 @@ def read(text: str, where: str) -> Entry:
     """One entry out of TOML `text`. ValueError names `where` and the key, for an unknown, missing or mistyped one."""
     entry: Entry = _table(Entry, tomllib.loads(text), where)
     for weights in entry.weights:
-        if (weights.repo is None) == (weights.wheel is None):
-            raise ValueError(f"{where}: weights {weights.quantisation} need either repo or wheel")
+        if [weights.repo, weights.wheel, weights.folder].count(None) != 2:
+            raise ValueError(f"{where}: weights {weights.quantisation} need one of repo, wheel and folder")
     return entry
 
 

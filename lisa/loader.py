@@ -131,6 +131,8 @@ def _folder(
     weights = _weights(entry, quantisation)
     if weights.wheel is not None:
         return _converted(entry, weights.wheel, offline, say), entry.name
+    if weights.folder is not None:
+        return hub.resolve(str(catalog.models_folder() / weights.folder)).path, entry.name
     assert weights.repo is not None
     check_fits(entry, weights)
     return hub.resolve(weights.repo, offline=offline, progress=say).path, entry.name

@@ -58,8 +58,9 @@ def test_values_of_the_main_target() -> None:
 @pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
 def test_entries_are_plausible(entry: catalog.Entry) -> None:
     for weights in entry.weights:
-        assert weights.bytes > 10_000_000
+        assert weights.bytes > 5_000_000
         assert weights.repo is None or re.fullmatch(r"[\w-]+/[\w.-]+", weights.repo)
+        assert weights.folder is None or (catalog.models_folder() / weights.folder / "config.json").is_file()
         assert weights.wheel is None or re.fullmatch(r"[0-9a-f]{64}", weights.wheel.sha256)
     for drafter in entry.drafters:
         assert drafter.provenance or (drafter.taps, drafter.mask, drafter.block) == (None, None, None)
@@ -81,7 +82,8 @@ def test_minimal_entry() -> None:
         (("context = 10", "context = true"), "m.toml: context: True is not"),
         (("stop = [1]", "stop = 1"), "m.toml: stop: 1 is not"),
         (("stop = [1]", 'default = "here"\nstop = [1]'), "m.toml: default: 'here' is not"),
-        (('repo = "a/b"', ""), "m.toml: weights 4bit need either repo or wheel"),
+        (("repo =", 'folder = "m"\nrepo ='), "m.toml: weights 4bit need one of repo, wheel and folder"),
+        (('repo = "a/b"', ""), "m.toml: weights 4bit need one of repo, wheel and folder"),
     ],
 )
 def test_a_mistake_is_named_with_its_file(change: tuple[str, str], complaint: str) -> None:
