@@ -192,6 +192,8 @@ def default_model(
 
 def _here(entry: catalog.Entry, weights: catalog.Weights) -> bool:
     """Whether it can be loaded without a download. Raises DamagedModel."""
+    if weights.folder is not None:
+        return True
     try:
         if (wheel := weights.wheel) is None:
             hub.resolve(str(weights.repo), offline=True)
@@ -243,6 +245,85 @@ def bench(
         say(f"saved to {measure.save(report)}")
     if as_json:
         print(json.dumps(report))
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="The target: catalogue name, folder or Hub id.")],
+    kind: Annotated[str, typer.Option(help="dspine, dflash or eagle.")] = "dspine",
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="The drafter folder; MODEL-KIND here.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(dir_okay=False, help='Lines of {"messages": [...]} or {"prompt": "..."}.')
+    ] = None,
+    adapt: Annotated[Path | None, typer.Option(file_okay=False, help="Start from this drafter folder.")] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="Of training, once there are answers.")] = 60,
+    steps: Annotated[int | None, typer.Option(min=1, help="Instead of --minutes.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to train on.")] = 200_000,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 256,
+    sampled: Annotated[float, typer.Option(min=0, max=1, help="Share of answers at temperature 1.")] = 0.25,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="Where a model has both.")] = None,
+    work: Annotated[Path | None, typer.Option(file_okay=False, help="Answers and features; OUT-work.")] = None,
+    budget: Annotated[float, typer.Option(min=0, help="GB of features on disk.")] = 8,
+    parallel: Annotated[int, typer.Option(min=1, help="Answers decoded at once.")] = 32,
+    layers: Annotated[int | None, typer.Option(help="Of a new block drafter.")] = None,
+    block: Annotated[int | None, typer.Option(help="Slots, the anchor included.")] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="Numbers in a feature of DSpine.")] = None,
+    taps: Annotated[str | None, typer.Option(help="Target layers read, separated by commas.")] = None,
+    objective: Annotated[str, typer.Option(help="mixed or published.")] = "mixed",
+    head: Annotated[str, typer.Option(help="auto, full or sampled vocabulary.")] = "auto",
+    storage: Annotated[str, typer.Option(help="float16, or 8bit, which only Lisa reads.")] = "float16",
+    rate: Annotated[float, typer.Option(min=0, help="Learning rate at its highest.")] = 2e-3,
+    batch: Annotated[int, typer.Option(min=1, help="Conversations a step.")] = 4,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks of each conversation a step.")] = 32,
+    evaluate: Annotated[float, typer.Option(min=0, help="Minutes (with --steps: steps) between measurements.")] = 5,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
+) -> None:
+    """Train a drafter on a model's own answers. Ctrl-C saves; the same command goes on where it stopped."""
+    from lisa import train as training
+
+    settings = training.Settings(
+        model=model,
+        kind=kind,  # type: ignore[arg-type]  # it checks all of these itself
+        out=out or Path(f"{Path(model).name}-{kind}"),
+        data=data,
+        work=work,
+        adapt=adapt,
+        minutes=minutes,
+        steps=steps,
+        evaluate=evaluate,
+        tokens=tokens,
+        answer=answer_tokens,
+        sampled=sampled,
+        budget=budget,
+        layers=layers,
+        block=block,
+        taps=_layers(taps),
+        rank=rank,
+        objective=objective,  # type: ignore[arg-type]
+        head=head,  # type: ignore[arg-type]
+        storage=storage,  # type: ignore[arg-type]
+        rate=rate,
+        batch=batch,
+        anchors=anchors,
+        parallel=parallel,
+        seed=seed,
+        quantisation=quantisation,
+        thinking=thinking,
+        offline=offline,
+    )
+    trained = training.train(settings, say)
+    print(f"{trained.out}: {trained.accepted:.2f} tokens a round on held-out prompts")
+    if not trained.finished:
+        raise typer.Exit(130)
+
+
+def _layers(taps: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if taps is None else tuple(int(tap) for tap in taps.split(","))
+    except ValueError:
+        raise UsageError(f"--taps are layer numbers separated by commas, not {taps!r}") from None
 
 
 @app.command()

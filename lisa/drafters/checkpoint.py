@@ -7,8 +7,11 @@
 | SpecForge EAGLE-3 | tensors `midlayer.*`; tap ids count layer outputs |
 | vLLM-speculators EAGLE-3 | tensors `layers.0.*`, fields under "transformer_layer_config"; tap ids count layer inputs |
 
-Weights may be sharded (model.safetensors.index.json) and of any float dtype. Shapes decide sizes. What decides meaning
-(which layers are tapped, the mask token) is declared by the folder, the catalogue or the user, and never guessed.
+Weights may be sharded (model.safetensors.index.json), of any float dtype, or packed by MLX where config.json has a
+"quantization" with bits and group_size. What the target has already may be left out: DSpine's codes where
+`transfer_mean` and `transfer_basis` make them from its head, EAGLE-3's `lm_head` where `d2t` names its rows. Shapes
+decide sizes. What decides meaning (which layers are tapped, the mask token) is declared by the folder, the catalogue or
+the user, and never guessed.
 """
 
 from __future__ import annotations
@@ -135,13 +138,17 @@ def read(
     fields = _Fields(name, _flat(_json(folder / "config.json", name)), _flat(overrides or {}), source)
     fields.refuse_unknown_options()
     base = fields.get("base_model", "base_model_name_or_path", "target_model_name_or_path") or _base(folder, fields)
-    weights = _weights(folder, name)
+    weights = _unpacked(_weights(folder, name), fields)
     if fields.get("rope_theta") is None:
         fields.provenance["rope_theta"] = "default 10000"
     if kind == "eagle":
         taps = _eagle_taps(fields, weights)
         return Checkpoint(name, kind, fields.config, _eagle_names(weights), taps, None, None, base, fields.provenance)
-    if kind == "dspine" and "transfer_codes" not in weights:
+    if (
+        kind == "dspine"
+        and "transfer_codes" not in weights
+        and not {"transfer_mean", "transfer_basis"} <= weights.keys()
+    ):
         refuse(name, "has neither transfer_codes nor a transfer.safetensors with codes", "fetch it again")
     taps = fields.taps(fields.required("target_layer_ids"))
     mask = fields.whole("mask_token_id", least=0)
@@ -239,6 +246,22 @@ def _weights(folder: Path, name: str) -> dict[str, mx.array]:
         codes = _load(folder / "transfer.safetensors", name)
         tensors |= {"transfer_codes": codes["codes"]} if "codes" in codes else {}
     return {key: value for key, value in tensors.items() if not _UNUSED.fullmatch(key)}
+
+
+def _unpacked(weights: dict[str, mx.array], fields: _Fields) -> dict[str, mx.array]:
+    """Packed matrices as float16: they are packed again, if at all, when a drafter is loaded."""
+    how = fields.config.get("quantization")
+    if how is None:
+        return weights
+    packed = {key.removesuffix(".scales") for key in weights if key.endswith(".scales")}
+    plain = {key: value for key, value in weights.items() if key.rpartition(".")[0] not in packed}
+    try:
+        for name in packed:
+            weight, scales, biases = (weights[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
+            plain[f"{name}.weight"] = mx.dequantize(weight, scales, biases, how["group_size"], how["bits"])
+    except (KeyError, TypeError, ValueError) as error:
+        refuse(fields.name, f"has packed weights that cannot be read ({error})", "fetch it again")
+    return plain
 
 
 def _load(file: Path, name: str) -> dict[str, mx.array]:

@@ -96,7 +96,7 @@ class DSpine(DFlash):
     """
 
     kind: Kind = "dspine"
-    apart = ("transfer_codes",)
+    apart = ("transfer_codes", "transfer_mean", "transfer_basis")
 
     def __init__(
         self,
@@ -109,7 +109,8 @@ class DSpine(DFlash):
         scoring: Scoring | None = None,
     ):
         super().__init__(checkpoint, target, dtype=dtype, bits=bits, chunk=chunk)
-        self.codes = checkpoint.weights["transfer_codes"]
+        weights = checkpoint.weights
+        self.codes = weights["transfer_codes"] if "transfer_codes" in weights else codes_from(weights, target)
         rank = self.network.injection.message.weight.shape[1]
         if self.codes.shape[1] != rank:
             refuse(
@@ -175,6 +176,23 @@ class DSpine(DFlash):
                 if attempt:  # the first one compiles
                     seconds[scoring] = min(seconds.get(scoring, math.inf), time.perf_counter() - began)
         return min(seconds, key=lambda scoring: seconds[scoring])
+
+
+def codes_from(weights: Mapping[str, mx.array], target: TargetSide, chunk: int = 16384) -> mx.array:
+    """The codes of all tokens, float16 [V, r]: the head's unit rows less `transfer_mean` [H], along `transfer_basis`
+    [H, r], at length 1."""
+    mean, basis = (weights[name].astype(mx.float32) for name in ("transfer_mean", "transfer_basis"))
+    codes = []
+    for start in range(0, target.vocab, chunk):
+        rows = target.head_rows(mx.arange(start, min(start + chunk, target.vocab)))
+        moved = (_unit(rows) - mean) @ basis
+        codes.append(_unit(moved).astype(mx.float16))
+        mx.eval(codes)
+    return mx.concatenate(codes)
+
+
+def _unit(rows: mx.array) -> mx.array:
+    return rows / mx.maximum(mx.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
 
 
 Row = Callable[[int, mx.array], mx.array]

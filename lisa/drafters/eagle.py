@@ -158,13 +158,14 @@ class Eagle:
 def _vocabulary(checkpoint: Checkpoint, target: TargetSide) -> tuple[Checkpoint, mx.array]:
     """The checkpoint without head rows that stand for padding, and the target's id of each remaining row, int32 [Vd].
 
-    `d2t` holds offsets: draft id d is target id d + d2t[d].
+    `d2t` holds offsets: draft id d is target id d + d2t[d]. A head that is not there is those rows of the target's.
     """
     head, offsets = checkpoint.weights.get("lm_head.weight"), checkpoint.weights.get("d2t")
-    if head is None:
+    listed = offsets if head is None else head
+    if listed is None:
         return checkpoint, mx.zeros((0,), mx.int32)  # refused with the rest of the tensors
 
-    size = head.shape[0]
+    size = listed.shape[0]
     if offsets is None and size < target.vocab and not same_vocabulary(size, target):
         refuse(checkpoint.name, f"knows {size} of {target.vocab} tokens, and has no d2t table that says which")
     if offsets is not None and offsets.shape != (size,):
@@ -173,6 +174,9 @@ def _vocabulary(checkpoint: Checkpoint, target: TargetSide) -> tuple[Checkpoint,
     known: list[int] = ids.tolist()  # type: ignore[assignment]
     if min(known) < 0 or max(known) >= max(target.rows, size):
         refuse(checkpoint.name, f"has a d2t table that leads past the {target.rows} tokens of {target.name}")
+    if head is None:
+        head = target.head_rows(ids)
+        checkpoint = replace(checkpoint, weights={**checkpoint.weights, "lm_head.weight": head})
     kept = mx.array([row for row, token in enumerate(known) if token < target.vocab])
     if kept.size < size:
         checkpoint, ids = replace(checkpoint, weights={**checkpoint.weights, "lm_head.weight": head[kept]}), ids[kept]
