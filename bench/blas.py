@@ -42,7 +42,7 @@ def main() -> int:
         "command": "python -m bench.blas --save",
         "date": time.strftime("%Y-%m-%d"),
         "model": "smollm2-135m",
-        "machine": measure.machine(),
+        "machine": measure.machine() | {"blas": "each in turn"},
         "commit": measure.commit(),
         "tokens": TOKENS,
         "tok_s": {name: round(statistics.median(values), 2) for name, values in measured.items()},
