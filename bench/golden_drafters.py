@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 
 from bench.golden_vectors import cases, error
-from lisa.drafters.candidates import top
 from lisa.drafters.checkpoint import Checkpoint, read
 from lisa.drafters.dflash import DFlash, Trace
 from lisa.drafters.dspine import DSpine
 from lisa.drafters.eagle import Eagle
+from lisa.sampling import top
 from lisa.types import Commit, Sampling
 
 GREEDY = Sampling()

@@ -50,7 +50,10 @@ def load(
     worker = Worker(slots)
 
     def loaded() -> Loaded:
-        return _loader()(
+        import_mlx()
+        from lisa.loader import load as load_
+
+        return load_(
             model,
             drafter=drafter,
             drafter_config=None if drafter_config is None else Path(drafter_config),
@@ -70,15 +73,12 @@ def load(
         raise
 
 
-def _loader() -> Callable[..., Loaded]:
-    """Brings MLX in, on the thread that is to own it."""
+def import_mlx() -> None:
+    """Bring MLX in, once the BLAS is chosen and on the thread that is to own it. Raises NoBackend."""
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:
         raise NoBackend(f"MLX cannot be loaded ({error}); reinstall it: pip install --force-reinstall mlx") from error
-    from lisa.loader import load
-
-    return load
 
 
 @dataclass(frozen=True)

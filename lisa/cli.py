@@ -197,7 +197,7 @@ def _here(entry: catalog.Entry, weights: catalog.Weights) -> bool:
     try:
         if (wheel := weights.wheel) is None:
             hub.resolve(str(weights.repo), offline=True)
-        elif not any(hub.cache_folder().glob(f"{entry.name}-*-{wheel.sha256[:8]}")):  # as the loader names them
+        elif not any(hub.cache_folder().glob(hub.converted_name(entry.name, "*", wheel.sha256))):
             hub.wheel_file(wheel.requirement, wheel.file, wheel.sha256, hub.cache_folder(), offline=True)
     except NotCached:
         return False
@@ -233,7 +233,8 @@ def bench(
     """Measure drafters against plain decoding: parity first, then speed, acceptance and memory."""
     from lisa.blas import use
 
-    use()  # before measure brings MLX in
+    use()  # before MLX comes in
+    api.import_mlx()
     from lisa import measure
 
     settings = measure.Settings(tokens, pairs, temperature, seed)

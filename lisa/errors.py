@@ -49,10 +49,6 @@ class ContextFull(UsageError):
     """The prompt alone fills the context."""
 
 
-class NotInstalled(LisaError):
-    """An optional package is needed; the message has the command that installs it."""
-
-
 class NoBackend(LisaError):
     """MLX is missing, or cannot run on this machine."""
 

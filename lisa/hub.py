@@ -82,6 +82,11 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("lisa"))
 
 
+def converted_name(model: str, form: str, sha256: str) -> str:
+    """The folder in `cache_folder()` of a model converted from the file of that sha256; `form` is its number format."""
+    return f"{model}-{form}-{sha256[:8]}"
+
+
 def _offline_environment() -> bool:
     values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)

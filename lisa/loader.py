@@ -5,7 +5,6 @@ MLX is imported with this module: choose the BLAS first (lisa/blas.py), as lisa/
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,7 +160,8 @@ def check_fits(entry: catalog.Entry, weights: catalog.Weights) -> None:
 def _converted(entry: catalog.Entry, wheel: catalog.Wheel, offline: bool, say: Say | None) -> Path:
     """The embedded model as an ordinary folder in the user's cache, made once."""
     quantised = mx.default_device() == mx.gpu
-    out = hub.cache_folder() / f"{entry.name}-{'4bit' if quantised else 'float32'}-{wheel.sha256[:8]}"
+    form = "4bit" if quantised else "float32"
+    out = hub.cache_folder() / hub.converted_name(entry.name, form, wheel.sha256)
     if out.is_dir():
         try:
             hub.check_folder(out)
@@ -181,7 +181,7 @@ def _sampling(folder: Path, entry: catalog.Entry | None) -> Sampling:
     """The model's own generation_config.json where there is one, else the catalogue, else greedy."""
     defaults = entry.sampling if entry else Sampling()
     path = folder / "generation_config.json"
-    given = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    given = hub.read_json(path) if path.is_file() else {}
     if given.get("do_sample") is False:
         return replace(defaults, temperature=0.0)
     kinds = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}

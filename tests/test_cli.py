@@ -184,8 +184,17 @@ def test_F8_import_works_without_mlx(without_mlx: Any) -> None:
     assert (done.returncode, done.stderr) == (0, "") and re.fullmatch(r"[\d.]+\n", done.stdout)
 
 
-def test_F8_chat_without_mlx_is_one_line(without_mlx: Any) -> None:
-    done = without_mlx(COMMAND, "chat", "--model", "smollm2-135m", "--offline", "hello")
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["chat", "--model", "smollm2-135m", "--offline", "hello"],
+        ["bench", "smollm2-135m", "--offline"],
+        ["train", "smollm2-135m", "--offline"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_F8_what_needs_a_model_says_in_one_line_that_mlx_is_missing(without_mlx: Any, args: list[str]) -> None:
+    done = without_mlx(COMMAND, *args)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"lisa: MLX cannot be loaded \(.+\); reinstall it: .+\n", done.stderr)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -56,6 +57,19 @@ def test_the_text_equals_plain_text(kind: str, on: str, sampling: Sampling, widt
     assert made[:4] == plain[:4]
     if kind not in ("none", "ngram") and width and len(plain[0]) > 2:
         assert made[4].drafted > 0, "it drafts at all"
+
+
+@every_kind
+@pytest.mark.parametrize("on", TARGETS)
+def test_an_end_of_turn_inside_a_block_ends_the_text_there(kind: str, on: str) -> None:
+    free = Request(PROMPT, SAMPLINGS[1], max_tokens=30)
+    whole = outcome(events(session(target(on), Nothing), free))[0]
+    for end in sorted(set(whole[4:12])):
+        ids, _, _, reason, stats = outcome(
+            events(session(target(on), drafter(kind, on), 7), replace(free, eos=frozenset({end})))
+        )
+        assert ids == whole[: whole.index(end)] and reason == "stop"
+        assert stats.completion_tokens == len(ids)
 
 
 @every_kind

@@ -14,10 +14,10 @@ from mlx.utils import tree_flatten
 from bench.golden_drafters import GREEDY, Ends, block_vectors, check, commit, ends
 from bench.golden_vectors import cases, error
 from lisa import sampling
-from lisa.drafters.candidates import top
 from lisa.drafters.checkpoint import read
 from lisa.drafters.dflash import BlockDrafter, DFlash
 from lisa.drafters.dspine import DSpine
+from lisa.sampling import top
 from lisa.types import Sampling
 
 GOLDEN = Path(__file__).parent / "golden"

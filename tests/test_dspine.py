@@ -13,10 +13,11 @@ import pytest
 from bench.golden_drafters import GREEDY, Ends, block_vectors, check, commit, ends
 from bench.golden_vectors import cases, error
 from lisa import sampling
-from lisa.drafters.candidates import noise, top
+from lisa.drafters.candidates import noise
 from lisa.drafters.checkpoint import read
 from lisa.drafters.dflash import DFlash
 from lisa.drafters.dspine import DSpine, walk
+from lisa.sampling import top
 from lisa.types import Proposal, Sampling
 
 FOLDER = Path(__file__).parent / "golden" / "dspine_a"

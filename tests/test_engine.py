@@ -359,27 +359,12 @@ def test_a_fresh_seed_is_drawn_and_reported() -> None:
     assert outcome(events(session(target("dense"), Nothing), again))[0] == a[0]
 
 
-def test_one_evaluation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lisa.verify import Verdict
-
-    reads = 0
-    read = Verdict.read
-
-    def counted(self: Verdict) -> Any:
-        nonlocal reads
-        reads += 1
-        return read(self)
-
-    monkeypatch.setattr(Verdict, "read", counted)
+def test_one_evaluation_a_round(reads: list[Any]) -> None:
     truth = [*PROMPT, *run("dense", Request(PROMPT, max_tokens=30))[0]]
-    reads = 0
-    *_, stats = outcome(
-        events(
-            session(target("dense"), lambda: ScriptedDrafter(lambda p, w: truth[p + 1 : p + 1 + w]), 4),
-            Request(PROMPT, max_tokens=30),
-        )
-    )
-    assert reads == 1 + stats.rounds
+    reads.clear()
+    right = session(target("dense"), lambda: ScriptedDrafter(lambda p, w: truth[p + 1 : p + 1 + w]), 4)
+    *_, stats = outcome(events(right, Request(PROMPT, max_tokens=30)))
+    assert len(reads) == 1 + stats.rounds
 
 
 def test_prompt_lookup_accepts_a_repetition() -> None:

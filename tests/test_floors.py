@@ -35,7 +35,7 @@ FLOORS = {
     "api": "blas errors loader text tokenizer types worker engine",
     "measure": "blas engine errors loader types",
     "chat": "api catalog errors hub memory types",
-    "train": "blas drafters errors loader sampling target tokenizer types",
+    "train": "api blas drafters errors loader measure sampling target tokenizer types",
     "cli": "api blas measure train catalog chat errors hub memory types",
     "__init__": "api errors types",
     "__main__": "cli",

@@ -1,4 +1,4 @@
-"""What every drafter with a network does around it: check what it is told, and turn scores into a proposal.
+"""What drafters have in common: checking what they are told, and turning scores into a proposal.
 
 n slots have K candidates each, the most likely tokens of the slot; everything is drawn from those.
 """
@@ -16,10 +16,15 @@ CANDIDATES = 32
 """K of the drafters whose format does not say it: draws and confidence are over these."""
 
 
-def checked(commit: Commit, length: int) -> mx.array:
-    """The features of the commit that follows `length` tokens."""
+def in_order(commit: Commit, length: int) -> None:
+    """Raises RuntimeError unless the commit follows `length` tokens."""
     if commit.start != length:
         raise RuntimeError(f"gap: {length} tokens observed, next commit starts at {commit.start}")
+
+
+def checked(commit: Commit, length: int) -> mx.array:
+    """The features of the commit that follows `length` tokens."""
+    in_order(commit, length)
     features: mx.array | None = commit.features
     if features is None or features.shape[0] != len(commit.tokens):
         raise RuntimeError(f"{len(commit.tokens)} tokens need as many rows of features")
@@ -36,26 +41,6 @@ def usable_width(drafter: Any, width: int, position: int) -> int:
 
 def nothing(source: str) -> Proposal:
     return Proposal(mx.zeros((0,), mx.int32), 0, source)
-
-
-def top(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
-    """The k largest of each row of [n, V], descending, lower ids first among equals: ids int32 and values, [n, k] each.
-
-    Only the blocks of 64 that hold the k largest maxima can hold them: a tenth of the time of a partition of the row.
-    """
-    n, size = logits.shape
-    blocks, k = size // 64, min(k, size)
-    if blocks <= k:
-        ids = mx.argsort(-logits, axis=-1)[:, :k].astype(mx.int32)
-        return ids, mx.take_along_axis(logits, ids, axis=-1)
-    maxima = logits[:, : blocks * 64].reshape(n, blocks, 64).max(axis=-1)
-    best = mx.sort(mx.argpartition(-maxima, k - 1, axis=-1)[:, :k].astype(mx.int32), axis=-1)
-    ids = (best[..., None] * 64 + mx.arange(64, dtype=mx.int32)).reshape(n, -1)
-    rest = mx.broadcast_to(mx.arange(blocks * 64, size, dtype=mx.int32), (n, size - blocks * 64))
-    ids = mx.concatenate([ids, rest], axis=-1)
-    values = mx.take_along_axis(logits, ids, axis=-1)
-    order = mx.argsort(-values, axis=-1)[:, :k]
-    return mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
 
 
 def noise(ids: mx.array, sampling: Sampling, position: int) -> mx.array | None:

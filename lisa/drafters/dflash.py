@@ -25,9 +25,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from lisa.drafters.candidates import CANDIDATES, checked, noise, nothing, perturbed, proposal, top, usable_width
+from lisa.drafters.candidates import CANDIDATES, checked, noise, nothing, perturbed, proposal, usable_width
 from lisa.drafters.checkpoint import Checkpoint, Kind, TargetFacts, check_fit, refuse
 from lisa.drafters.context import Context, Window
+from lisa.sampling import top
 from lisa.types import MAX_WIDTH, Commit, Proposal, Sampling
 
 GROUP = 64

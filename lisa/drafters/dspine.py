@@ -20,9 +20,10 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from lisa.drafters.candidates import noise, perturbed, proposal, top
+from lisa.drafters.candidates import noise, perturbed, proposal
 from lisa.drafters.checkpoint import Checkpoint, Kind, refuse
 from lisa.drafters.dflash import Backbone, DFlash, TargetSide, Trace, fill, linear, norm
+from lisa.sampling import top
 from lisa.types import Proposal, Sampling
 
 Scoring = Literal["pairs", "path"]

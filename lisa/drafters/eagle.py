@@ -18,10 +18,11 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 
-from lisa.drafters.candidates import CANDIDATES, checked, noise, nothing, perturbed, proposal, top, usable_width
+from lisa.drafters.candidates import CANDIDATES, checked, noise, nothing, perturbed, proposal, usable_width
 from lisa.drafters.checkpoint import Checkpoint, Kind, check_fit, refuse, same_vocabulary
 from lisa.drafters.context import Context
 from lisa.drafters.dflash import Layer, TargetSide, fill, linear, norm
+from lisa.sampling import top
 from lisa.types import MAX_WIDTH, Commit, Proposal, Sampling
 
 WIDTH = 7

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from lisa.drafters.candidates import in_order
 from lisa.types import MAX_WIDTH, Commit, Proposal, Sampling
 
 LONGEST = 4
@@ -34,8 +35,7 @@ class Ngram:
         return len(self._tokens)
 
     def observe(self, commit: Commit) -> None:
-        if commit.start != self.length:
-            raise RuntimeError(f"gap: {self.length} tokens observed, next commit starts at {commit.start}")
+        in_order(commit, self.length)
         for token in commit.tokens:
             self._tokens.append(token)
             self._index(len(self._tokens))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
-
+from lisa.drafters.candidates import in_order, nothing
 from lisa.types import Commit, Proposal, Sampling
 
 
@@ -17,12 +16,11 @@ class Nothing:
         self.length = 0
 
     def observe(self, commit: Commit) -> None:
-        if commit.start != self.length:
-            raise RuntimeError(f"gap: {self.length} tokens observed, next commit starts at {commit.start}")
+        in_order(commit, self.length)
         self.length += len(commit.tokens)
 
     def propose(self, last: int, width: int, sampling: Sampling, position: int) -> Proposal:
-        return Proposal(mx.zeros((0,), mx.int32), 0, self.source)
+        return nothing(self.source)
 
     def rewind(self, length: int) -> int:
         self.length = min(length, self.length)

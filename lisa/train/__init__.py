@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lisa import blas
-from lisa.errors import NoBackend
+from lisa.api import import_mlx
 from lisa.train.settings import Settings, Trained
 
 __all__ = ["Settings", "Trained", "train"]
@@ -20,10 +20,7 @@ def train(settings: Settings, say: Callable[[str], None]) -> Trained:
     Raises LisaError.
     """
     blas.use()
-    try:
-        import mlx.core  # noqa: F401
-    except ImportError as error:
-        raise NoBackend(f"MLX cannot be loaded ({error}); reinstall it: pip install --force-reinstall mlx") from error
+    import_mlx()
     from lisa.train.run import run
 
     return run(settings, say)

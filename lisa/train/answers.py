@@ -14,8 +14,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from lisa.drafters.candidates import top
-from lisa.sampling import gumbel
+from lisa.sampling import gumbel, top
 from lisa.target import Target
 
 _CANDIDATES = 64

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from lisa.drafters.candidates import top
+from lisa.sampling import top
 from lisa.train.networks import Draft
 from lisa.train.objective import Vocabulary, losses, softmax
 from lisa.train.settings import Objective

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from lisa.measure import commit
 from lisa.target import Target
 from lisa.train import networks
 from lisa.train.acceptance import Acceptance
@@ -107,7 +106,7 @@ class Story:
             "By slot": ", ".join(f"{slot:.2f}" for slot in got.slots),
             "By width": ", ".join(f"{w}: {length:.3f}" for w, length in got.widths.items()),
             "Learning curve": ", ".join(f"{length:.3f} at {minutes:g} min" for minutes, _, length in curve),
-            "Commit": _commit(),
+            "Commit": commit() or "unknown (not run from a checkout)",
             "Date": datetime.now(timezone.utc).date().isoformat(),
             "Storage": s.storage,
             "Licences": "the weights derive from the target and from text it wrote: its licence applies to them; "
@@ -126,18 +125,3 @@ def _size(draft: Draft) -> str:
 
 def _device() -> str:
     return "the GPU" if mx.default_device() == mx.gpu else "the CPU"
-
-
-def _commit() -> str:
-    try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown (not run from a checkout)"
-    return run.stdout.strip()
