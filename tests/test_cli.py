@@ -451,7 +451,7 @@ def test_ctrl_c_ends_an_answer_cleanly() -> None:
     with process("chat", "-m", "some", "endless") as child:
         assert child.stdout.read(5) == "more "  # type: ignore[union-attr]
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=20)
+        out, err = child.communicate(timeout=60)
     assert child.returncode == 130
     assert re.fullmatch("(more )*\n", out)
     assert re.fullmatch("fake, loaded\n9 tokens, .*, cancelled\n", err)
@@ -482,7 +482,7 @@ def test_a_pipe_nobody_ends_is_explained() -> None:
     os.close(reading)
     told, _, _ = select.select([child.stderr], [], [], 20)
     os.close(writing)
-    err = child.communicate(timeout=20)[1]
+    err = child.communicate(timeout=60)[1]
     assert told and re.fullmatch("waiting for standard input .*\nlisa: nothing to answer.*\n", err)
     assert child.returncode == 2
 
@@ -615,7 +615,7 @@ class Typist:
         self.process.stdin.write(text.encode())
         self.process.stdin.flush()
 
-    def wait(self, text: str, seconds: float = 20) -> str:
+    def wait(self, text: str, seconds: float = 60) -> str:
         """What was shown up to and with `text`, since the last wait."""
         assert self.process.stdout
         end = time.monotonic() + seconds
@@ -638,7 +638,7 @@ class Typist:
         raise AssertionError("Ctrl-C had no effect")
 
     def leave(self) -> int:
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
         return self.process.returncode
 
 
@@ -705,8 +705,8 @@ def test_ctrl_c_drops_a_half_written_line_and_leaves_at_an_empty_one(typist: Typ
     pytest.importorskip("readline")
     typist.type("half")
     typist.wait("half")
-    typist.interrupt(lambda: typist.wait("> ", 3))
-    typist.interrupt(lambda: typist.process.wait(3))
+    typist.interrupt(lambda: typist.wait("> ", 10))
+    typist.interrupt(lambda: typist.process.wait(10))
     assert typist.leave() == 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Generator
 
 import pytest
@@ -41,10 +40,10 @@ def test_work_and_events_run_on_the_one_thread() -> None:
 def test_jobs_wait_in_order_and_interleave_up_to_the_slots() -> None:
     for slots, expected in ((1, ["a0", "a1", "a2", "b0", "b1", "b2"]), (2, ["a0", "b0", "a1", "b1", "a2", "b2"])):
         worker, seen = Worker(slots), []
-        gate = threading.Event()
-        hold = threading.Thread(target=worker.call, args=(gate.wait,))
+        busy, gate = threading.Event(), threading.Event()
+        hold = threading.Thread(target=worker.call, args=(lambda b=busy, g=gate: b.set() or g.wait(),))
         hold.start()
-        time.sleep(0.05)
+        assert busy.wait(60)
         jobs = [worker.stream(lambda n=name, s=seen: count(3, s, n)) for name in "ab"]
         gate.set()
         for job in jobs:
@@ -112,7 +111,7 @@ def test_closing_cancels_what_runs_and_what_waits_and_refuses_more() -> None:
     worker.close()
     worker.close()
     for reader in readers:
-        reader.join(timeout=5)
+        reader.join(timeout=60)
     assert ends == [Done("cancelled")] * 3 and not worker.alive
     with pytest.raises(Closed):
         worker.stream(lambda: count(1))
@@ -165,6 +164,6 @@ def test_calls_from_many_threads_all_answer() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert sorted(sums) == [2 * n + 1 for n in range(1, 21)]
     worker.close()
