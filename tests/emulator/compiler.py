@@ -1,0 +1,222 @@
+"""The C++ compiler of the emulator: where it is found, how kernels are compiled, where the results are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata, util
+from pathlib import Path
+from typing import Literal
+
+import platformdirs
+
+Mode = Literal["check", "fast"]
+
+HERE = Path(__file__).parent
+OLDEST_CLANG = 19
+INSTALL = "pip install ziglang"
+
+CPU = "-march=x86-64-v3"
+LANGUAGE = (
+    *("-x", "c++", "-std=c++14", "-nostdinc", f"-I{HERE / 'include'}", "-Wno-everything", CPU),
+    *("-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=on"),
+    "-flax-vector-conversions=none",
+    # Each half and bfloat operation rounds, and 1.0 is a float, as on the GPU.
+    *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
+    *("-Xclang", "-cl-single-precision-constant"),
+)
+LINES = ("-gline-tables-only", "-gdwarf-4")
+UNDEFINED = (
+    "alignment,bounds,float-cast-overflow,integer-divide-by-zero,return,shift,signed-integer-overflow,unreachable"
+)
+MODES: dict[Mode, tuple[str, ...]] = {
+    "check": (
+        *("-O1", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops", "-ftrivial-auto-var-init=pattern"),
+        *(f"-fsanitize=thread,{UNDEFINED}", "-fsanitize-recover=all", "-fno-sanitize-recover=return,unreachable"),
+        *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"),
+    ),
+    "fast": ("-O2",),
+}
+SPACES = ("-DEMU_ADDRESS_SPACES", "-fsyntax-only", "-ferror-limit=30")
+"""The pass that reads the same source with address spaces as types of their own."""
+WARNINGS = ("-Wuninitialized", "-Wsometimes-uninitialized", "-Wreturn-type")
+
+
+class CompileError(Exception):
+    """The kernel is not C++14 with Metal's library; the text is the compiler's."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Command lines: of kernels (only the emulator's headers), of the runtime (the C library's too), of linking."""
+
+    version: str
+    kernels: tuple[str, ...]
+    runtime: tuple[str, ...]
+    link: tuple[str, ...]
+
+
+def unavailable() -> str:
+    """Why the emulator cannot run here, with what to do; empty where it can."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "the Metal emulator runs on Linux x86-64"
+    if " avx2 " not in Path("/proc/cpuinfo").read_text():
+        return "the Metal emulator needs a processor with AVX2"
+    return "" if find() else f"the Metal emulator needs clang {OLDEST_CLANG} or newer: {INSTALL}"
+
+
+@cache
+def find() -> Compiler | None:
+    """The clang of the ziglang package, else clang++ of the system, else None."""
+    return _of_ziglang() or _of_the_system()
+
+
+def _of_ziglang() -> Compiler | None:
+    spec = util.find_spec("ziglang")
+    if spec is None or spec.origin is None:
+        return None
+    zig = str(Path(spec.origin).parent / "zig")
+    return Compiler(
+        version=f"ziglang {metadata.version('ziglang')}",
+        kernels=(zig, "clang", "--target=x86_64-unknown-linux-gnu"),
+        runtime=(zig, "c++", "-target", "x86_64-linux-gnu", "-fno-sanitize=undefined"),
+        link=(zig, "ld.lld", "-shared"),
+    )
+
+
+def _of_the_system() -> Compiler | None:
+    for name in ("clang++", *(f"clang++-{n}" for n in range(40, OLDEST_CLANG - 1, -1))):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        printed = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        found = re.search(r"clang version (\d+)", printed)
+        if found and int(found[1]) >= OLDEST_CLANG:
+            return Compiler(printed.splitlines()[0], (path,), (path,), (path, "-shared", "-nostdlib"))
+    return None
+
+
+def folder() -> Path:
+    """Where compiled kernels are kept; it may be deleted at any time."""
+    path = Path(platformdirs.user_cache_dir("lisa")) / "emulator"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@cache
+def runtime() -> Path:
+    """The machine every kernel runs on, as a shared object."""
+    compiler = _found()
+    key = _key(compiler.version, _own_text())
+
+    def build(target: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=folder()) as scratch:
+            unit = Path(scratch) / "runtime.o"
+            flags = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fno-exceptions", "-fno-rtti", "-w")
+            caches = {f"ZIG_{kind}_CACHE_DIR": str(folder() / "zig") for kind in ("GLOBAL", "LOCAL")}
+            _run([*compiler.runtime, *flags, "-c", str(HERE / "runtime.cpp"), "-o", str(unit)], env=os.environ | caches)
+            soname = f"-soname={_runtime_name(key)}"
+            named = soname if "ld.lld" in compiler.link else f"-Wl,{soname}"
+            _run([*compiler.link, named, str(unit), "-o", str(target)])
+
+    return _kept(_runtime_name(key), build)
+
+
+def kernel(source: str, mode: Mode) -> Path:
+    """A kernel's translation unit as a shared object that runs on `runtime()`.
+
+    Raises:
+        CompileError: the text is not accepted.
+    """
+    compiler, machine = _found(), runtime()
+    flags = (*LANGUAGE, *MODES[mode], *LINES)
+
+    def build(target: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=folder()) as scratch:
+            unit = Path(scratch) / "kernel.o"
+            _run([*compiler.kernels, *flags, "-c", "-", "-o", str(unit)], source)
+            _run([*compiler.link, str(unit), str(machine), "-o", str(target)])
+
+    return _kept(f"{mode}-{_key(compiler.version, _own_text(), *flags, source)}.so", build)
+
+
+def space_errors(source: str) -> list[tuple[str, int, str]]:
+    """What the address-space pass says: file as in #line, line, message. Uninitialised variables count."""
+    compiler = _found()
+    flags = (*LANGUAGE, *SPACES, *WARNINGS)
+
+    def build(target: Path) -> None:
+        done = subprocess.run([*compiler.kernels, *flags, "-"], input=source, capture_output=True, text=True)
+        target.write_text(json.dumps(_errors(done.stderr)))
+
+    path = _kept(f"spaces-{_key(compiler.version, _own_text(), *flags, source)}.json", build)
+    return [(file, line, text) for file, line, text in json.loads(path.read_text())]
+
+
+def _errors(printed: str) -> list[tuple[str, int, str]]:
+    """Errors and warnings. One inside the library takes the kernel's line that asked for it, from its notes."""
+    found: list[tuple[str, int, str]] = []
+    for file, line, kind, text in re.findall(
+        r"^(\S[^:\n]*):(\d+):\d+: (error|warning|note): (.*)$", printed, re.MULTILINE
+    ):
+        if kind != "note":
+            found.append((file, int(line), text))
+        elif found and "requested here" in text and _in_library(found[-1][0]) and not _in_library(file):
+            found[-1] = (file, int(line), found[-1][2])
+    return found
+
+
+def _in_library(file: str) -> bool:
+    return file.startswith(str(HERE / "include"))
+
+
+def _found() -> Compiler:
+    compiler = find()
+    if compiler is None:
+        raise RuntimeError(unavailable())
+    return compiler
+
+
+@cache
+def _own_text() -> str:
+    files = [HERE / "runtime.cpp", *sorted((HERE / "include").rglob("*"))]
+    return "".join(path.read_text() for path in files if path.is_file())
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _runtime_name(key: str) -> str:
+    return f"runtime-{key}.so"
+
+
+def _kept(name: str, build: Callable[[Path], None]) -> Path:
+    """The file of this name, built where it is missing. Two processes may build it at once: the rename is atomic."""
+    path = folder() / name
+    if not path.exists():
+        handle, scratch = tempfile.mkstemp(dir=folder(), suffix=f".{name}")
+        os.close(handle)
+        try:
+            build(Path(scratch))
+            os.chmod(scratch, 0o755)
+            os.replace(scratch, path)
+        finally:
+            Path(scratch).unlink(missing_ok=True)
+    return path
+
+
+def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise CompileError(done.stderr.strip())

@@ -1,0 +1,290 @@
+"""One run of a compiled kernel: buffers, the call into the runtime, and what came of it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from . import compiler
+from .reports import Detail, Kind, Report, line_of
+
+Order = Literal["ascending", "descending", "random"]
+Three = tuple[int, int, int]
+
+ORDERS: tuple[Order, ...] = ("ascending", "descending", "random")
+BUFFER_KINDS = ("input", "output", "constant")
+MAX_LANES = 1024
+NO_LANE = 2**32 - 1
+THREADGROUP_BUFFER = -2
+ACCESS_LIMIT = 1 << 31
+"""Loads, stores and waits of one run; beyond it the kernel is taken for endless."""
+
+
+class _Report(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("kind", "detail", "lane")),
+        ("group", ctypes.c_uint32 * 3),
+        *((name, ctypes.c_uint32) for name in ("other_lane", "other_group", "other_wrote", "weak")),
+        ("buffer", ctypes.c_int32),
+        ("line", ctypes.c_uint32),
+        ("file", ctypes.c_char_p),
+        ("name", ctypes.c_char_p),
+        *((name, ctypes.c_uint64) for name in ("offset", "size", "pc", "other_pc")),
+    ]
+
+
+_FLOWS = ("read", "written", "distinct_read", "distinct_written", "simdgroup_read", "atomics")
+
+
+class _Traffic(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in _FLOWS]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_uint64),
+        ("kind", ctypes.c_uint32),
+        ("initialised", ctypes.c_uint32),
+        ("traffic", _Traffic),
+    ]
+
+
+_COUNTS = (
+    *("lanes", "threadgroups", "barriers", "simdgroup_barriers", "simd_ops", "matrix_ops"),
+    *("threadgroup_memory", "threadgroup_read", "threadgroup_written"),
+)
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("threadgroup", ctypes.c_uint32 * 3),
+        ("entry", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("buffer", ctypes.c_void_p),
+        *((name, ctypes.c_uint32) for name in ("buffers", "order", "seed", "check")),
+        ("access_limit", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in _COUNTS),
+        ("finished", ctypes.c_uint32),
+        ("reports", ctypes.c_uint32),
+        ("report", _Report * 64),
+    ]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes between one buffer and the lanes (check mode; zero in fast mode)."""
+
+    size: int
+    """Of the buffer."""
+    read: int
+    """By all lanes together."""
+    written: int
+    distinct_read: int
+    distinct_written: int
+    simdgroup_read: int
+    """Distinct bytes each simdgroup read, summed: lanes that read the same bytes count once."""
+    atomics: int
+    """Operations, not bytes."""
+
+    @property
+    def refetch(self) -> float:
+        """Times each byte was read by a lane: 1.0 where every byte is loaded once."""
+        return self.read / max(self.distinct_read, 1)
+
+    @property
+    def simdgroup_refetch(self) -> float:
+        """Times each byte was read by a simdgroup."""
+        return self.simdgroup_read / max(self.distinct_read, 1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run did. `barriers` and `simdgroup_barriers` are passed ones, `simd_ops` operations of a whole simdgroup
+    (a matrix product, load or store is one), `matrix_ops` the products among them. Memory in bytes."""
+
+    kernel: str
+    finished: bool
+    reports: tuple[Report, ...]
+    traffic: dict[str, Traffic]
+    """By name of the input or output; of scalars too."""
+    lanes: int
+    threadgroups: int
+    barriers: int
+    simdgroup_barriers: int
+    simd_ops: int
+    matrix_ops: int
+    threadgroup_memory: int
+    threadgroup_read: int
+    threadgroup_written: int
+
+
+@dataclass
+class Memory:
+    """One buffer of a run: `data` is what it holds before, and for an output, after."""
+
+    name: str
+    kind: Literal["input", "output", "constant"]
+    data: np.ndarray[Any, Any]
+    """Bytes."""
+    initialised: bool = True
+    address: int = field(default=0, init=False)
+
+
+_LOCK = threading.Lock()
+"""The runtime holds one launch at a time."""
+
+
+@cache
+def _runtime(path: Path) -> ctypes.CDLL:
+    ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(str(path))
+    loaded.emu_allocate.restype = ctypes.c_void_p
+    loaded.emu_allocate.argtypes = [ctypes.c_uint64]
+    loaded.emu_free.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    loaded.emu_launch.argtypes = [ctypes.POINTER(_Launch), ctypes.c_void_p]
+    return loaded
+
+
+@cache
+def _library(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
+    loaded.emu_base.restype = ctypes.c_void_p
+    return loaded
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled kernel and the texts its lines are counted in."""
+
+    name: str
+    library: Path
+    texts: dict[str, str]
+
+    def run(
+        self,
+        memory: Sequence[Memory],
+        grid: Three,
+        threadgroup: Three,
+        check: bool,
+        order: Order,
+        seed: int,
+        limit: int,
+    ) -> Result:
+        runtime, library = _runtime(compiler.runtime()), _library(self.library)
+        base = library.emu_base()
+        with _LOCK:
+            try:
+                for buffer in memory:
+                    buffer.address = _filled(runtime, buffer)
+                launch = self._launch(library, memory, grid, threadgroup, check, order, seed, limit)
+                if runtime.emu_launch(ctypes.byref(launch), base):
+                    raise RuntimeError(f"{self.name}: too many buffers")
+                for buffer in memory:
+                    if buffer.kind == "output":
+                        ctypes.memmove(buffer.data.ctypes.data, buffer.address, buffer.data.nbytes)
+                return self._result(launch, memory, base)
+            finally:
+                for buffer in memory:
+                    if buffer.address:
+                        runtime.emu_free(buffer.address, buffer.data.nbytes)
+
+    def _launch(
+        self,
+        library: ctypes.CDLL,
+        memory: Sequence[Memory],
+        grid: Three,
+        threadgroup: Three,
+        check: bool,
+        order: Order,
+        seed: int,
+        limit: int,
+    ) -> _Launch:
+        count = len(memory)
+        arguments = (ctypes.c_void_p * count)(*(buffer.address for buffer in memory))
+        described = (_Buffer * count)()
+        for slot, buffer in zip(described, memory, strict=True):
+            slot.data, slot.size = buffer.address, buffer.data.nbytes
+            slot.kind, slot.initialised = BUFFER_KINDS.index(buffer.kind), buffer.initialised
+        launch = _Launch(
+            grid=grid,
+            threadgroup=threadgroup,
+            entry=ctypes.cast(library.emu_entry, ctypes.c_void_p),
+            arguments=ctypes.addressof(arguments),
+            buffer=ctypes.addressof(described),
+            buffers=count,
+            order=ORDERS.index(order),
+            seed=seed,
+            check=check,
+            access_limit=limit,
+        )
+        launch.kept = (arguments, described)
+        return launch
+
+    def _result(self, launch: _Launch, memory: Sequence[Memory], base: int) -> Result:
+        described = launch.kept[1]
+        traffic = {
+            buffer.name: Traffic(size=buffer.data.nbytes, **{name: getattr(slot.traffic, name) for name in _FLOWS})
+            for slot, buffer in zip(described, memory, strict=True)
+            if buffer.kind != "constant"
+        }
+        groups: Three = tuple(-(-launch.grid[d] // launch.threadgroup[d]) for d in range(3))
+        reports = [self._report(found, memory, base, groups) for found in launch.report[: launch.reports]]
+        counts = {name: getattr(launch, name) for name in _COUNTS}
+        return Result(self.name, bool(launch.finished), tuple(reports), traffic, **counts)
+
+    def _report(self, found: _Report, memory: Sequence[Memory], base: int, groups: Three) -> Report:
+        kind, detail = list(Kind)[found.kind - 1], list(Detail)[found.detail]
+        file, line = found.file.decode() if found.file else "", found.line
+        if found.pc:
+            file, line = line_of(self.library, found.pc - base)
+        report = Report(
+            kind=kind,
+            kernel=self.name,
+            detail=detail,
+            file=file,
+            line=line,
+            text=self._text(file, line),
+            lane=None if found.lane == NO_LANE else found.lane,
+            threadgroup=None if found.lane == NO_LANE else tuple(found.group),
+            buffer=memory[found.buffer].name if found.buffer >= 0 else (found.name or b"").decode(),
+            offset=ctypes.c_int64(found.offset).value,
+            size=found.size,
+            other_lane=None if found.other_lane == NO_LANE else found.other_lane,
+        )
+        if kind is not Kind.RACE:
+            return report
+        other = found.other_group
+        other_file, other_line = line_of(self.library, found.other_pc - base)
+        return replace(
+            report,
+            other_threadgroup=(other % groups[0], other // groups[0] % groups[1], other // groups[0] // groups[1]),
+            other_file=other_file,
+            other_line=other_line,
+            other_wrote=bool(found.other_wrote),
+            weak=bool(found.weak),
+        )
+
+    def compile_report(self, file: str, line: int, message: str) -> Report:
+        kind = Kind.UNINITIALISED if "uninitialized" in message else Kind.ADDRESS_SPACE
+        return Report(kind, self.name, file=file, line=line, text=self._text(file, line), message=message)
+
+    def _text(self, file: str, line: int) -> str:
+        lines = self.texts.get(file, "").splitlines()
+        return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def _filled(runtime: ctypes.CDLL, buffer: Memory) -> int:
+    address = runtime.emu_allocate(buffer.data.nbytes)
+    if not address:
+        raise MemoryError(f"{buffer.name}: {buffer.data.nbytes} bytes")
+    ctypes.memmove(address, buffer.data.ctypes.data, buffer.data.nbytes)
+    return int(address)
