@@ -15,6 +15,7 @@ HOUSE = Path(__file__).parent.parent / "lisa"
 FLOORS = {
     "types": "",
     "errors": "",
+    "metal": "",
     "blas": "errors",
     "memory": "errors types",
     "hub": "errors types",
