@@ -14,7 +14,6 @@ import random
 import re
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from lisa import blas
 from lisa.engine import Session
 from lisa.errors import UsageError
 from lisa.loader import Loaded, load, redraft
+from lisa.memory import cpu
 from lisa.types import Commit, Done, Request, Sampling, Stats, Tokens
 
 Say = Callable[[str], None]
@@ -330,7 +330,7 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
 def machine() -> dict[str, Any]:
     """What a result depends on besides the code."""
     return {
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": "Metal" if mx.default_device() == mx.gpu else "CPU",
@@ -338,16 +338,6 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("mlx", "mlx-lm", "transformers")},
     }
-
-
-def _cpu() -> str:
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def commit() -> str:
