@@ -216,6 +216,10 @@ class Model:
     def close(self) -> None:
         """Cancel every reply, end the thread and let go of the weights. Harmless to repeat."""
         self._worker.close()
+        if self._loaded is not None:
+            from lisa.loader import remember
+
+            remember(self._loaded)
         self._idle.clear()
         self._loaded = None
 

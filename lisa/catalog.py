@@ -1,4 +1,4 @@
-"""The catalogue: models/*.toml as typed values. Data only; hub.py fetches, load.py decides."""
+"""The catalogue: models/*.toml as typed values. Data only; hub.py fetches, loader.py decides."""
 
 from __future__ import annotations
 
@@ -46,14 +46,15 @@ class Weights:
 
 @dataclass(frozen=True)
 class Drafter:
-    """A drafter checkpoint on the Hub.
+    """A drafter checkpoint: on the Hub (`repo`), or a `folder` beside the catalogue's files, which comes with Lisa.
 
     `taps`, `mask` (token id) and `block` (slots, the anchor included) are given only where the checkpoint's own config
     cannot be relied on, and then `provenance` says where they are from. `bytes` on disk where known.
     """
 
     kind: Literal["dspine", "dflash", "eagle"]
-    repo: str
+    repo: str | None = None
+    folder: str | None = None
     bytes: int | None = None
     taps: tuple[int, ...] | None = None
     mask: int | None = None
@@ -114,6 +115,9 @@ def read(text: str, where: str) -> Entry:
     for weights in entry.weights:
         if [weights.repo, weights.wheel, weights.folder].count(None) != 2:
             raise ValueError(f"{where}: weights {weights.quantisation} need one of repo, wheel and folder")
+    for drafter in entry.drafters:
+        if [drafter.repo, drafter.folder].count(None) != 1:
+            raise ValueError(f"{where}: the {drafter.kind} drafter needs one of repo and folder")
     return entry
 
 

@@ -220,11 +220,13 @@ def _declines(question: str) -> bool:
 def bench(
     model: Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.")],
     drafters: Annotated[str, typer.Option(help="What to compare with plain decoding, separated by commas.")] = "auto",
-    prompts: Annotated[Path | None, typer.Option(dir_okay=False, help='Lines of {"kind", "prompt"}.')] = None,
+    prompts: Annotated[Path | None, typer.Option(dir_okay=False, help="JSON lines; the model's own or Lisa's.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for each prompt.")] = 32,
     pairs: Annotated[int, typer.Option(min=9, help="Measurements of each drafter.")] = 9,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    rule: Annotated[str, typer.Option(help="coupled or rejection, above temperature 0.")] = "coupled",
+    width: Annotated[int | None, typer.Option(min=0, max=MAX_WIDTH, help="Tokens drafted at once.")] = None,
     quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the whole report on the last line, as JSON.")] = False,
@@ -237,7 +239,7 @@ def bench(
     api.import_mlx()
     from lisa import measure
 
-    settings = measure.Settings(tokens, pairs, temperature, seed)
+    settings = measure.Settings(tokens, pairs, temperature, seed, rule, width)  # type: ignore[arg-type]
     names = [name.strip() for name in drafters.split(",") if name.strip()]
     report = measure.run(model, names, prompts, settings, quantisation=quantisation, offline=offline, say=say)
     for line in measure.table(report):

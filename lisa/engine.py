@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from lisa import sampling
 from lisa.errors import Cancelled, ContextFull
-from lisa.pace import Fixed, Pacer, Round
+from lisa.pace import Fixed, Pacer, Round, for_request
 from lisa.state import State
 from lisa.target import Target
 from lisa.types import (
@@ -42,7 +42,8 @@ _UNBOUNDED = 1 << 31
 class Engine:
     """What sessions share: the weights, how to make a drafter and a pacer, and the tokens a prefill forward reads.
 
-    `why` says how the drafter came to be chosen; every result's stats repeat it.
+    `why` says how the drafter came to be chosen; every result's stats repeat it. `clock` in seconds times the rounds
+    for the pacer.
     """
 
     target: Target
@@ -50,6 +51,7 @@ class Engine:
     pacer: Callable[[], Pacer] = lambda: Fixed(MAX_WIDTH)
     chunk: int = 512
     why: str = ""
+    clock: Callable[[], float] = time.perf_counter
 
     def session(self) -> Session:
         return Session(self)
@@ -99,13 +101,14 @@ class Session:
 
 @dataclass(frozen=True)
 class _Step:
-    """A forward under way: everything here is lazy."""
+    """A forward under way: everything here is lazy. `asked` tokens were asked of the drafter."""
 
     proposal: Proposal
     verdict: Verdict
     features: Array | None
     logprobs: tuple[Array, ...]
     position: int
+    asked: int = 0
 
 
 class _Run:
@@ -115,6 +118,7 @@ class _Run:
         self.session = session
         self.target = session.engine.target
         self.request = request
+        self.pacer = for_request(session.pacer, request.sampling)
         seed = request.sampling.seed
         self.sampling = replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed)
         self.sampler = sampling.Sampler(self.sampling, self.target.vocab, request.tokens)
@@ -152,25 +156,31 @@ class _Run:
     def decode(self) -> Iterator[Event]:
         """Rounds of draft, verify, commit, emit, until the ledger says why to stop."""
         step: _Step | None = None
+        clock = self.session.engine.clock
+        began = left = clock()
         while self.ledger.reason is None:
-            began = time.perf_counter()
+            away = clock() - left
             if step is None:
-                step = self._dispatch(self._draft())
+                step = self._dispatch(*self._draft())
             ahead = self._dispatch_ahead(step)
             outcome = step.verdict.read()
             event = self._settle(step, outcome, committed=ahead is not None)
-            self._learn(step, event, time.perf_counter() - began)
+            now = clock()
+            self._learn(step, event, now - began, away)
+            began, left = now, clock()
             yield event
             step = ahead
         if self.session.state.opened:  # the step ahead read a token that nothing follows
             self.session.state.commit(0)
         yield Done(self.ledger.reason, self.stats())
 
-    def _draft(self) -> Proposal:
-        width = self._width(self.session.state.length)
+    def _draft(self) -> tuple[Proposal, int]:
+        """A draft, and how many tokens were asked for."""
+        position = self.session.state.length
+        width = self._width(position)
         if width <= 0:
-            return _nothing()
-        return self.session.drafter.propose(self.session.tokens[-1], width, self.sampling, self.session.state.length)
+            return _nothing(), 0
+        return self.session.drafter.propose(self.session.tokens[-1], width, self.sampling, position), width
 
     def _width(self, position: int) -> int:
         """Tokens to draft after the anchor at `position`: what the pacer wants, within what can be used."""
@@ -178,9 +188,9 @@ class _Run:
         room = self.ledger.room - self.ledger.delivered - 1
         if drafter.limit is not None:
             room = min(room, drafter.limit - 1 - position)
-        return 0 if room <= 0 else min(self.session.pacer.width(), drafter.width, MAX_WIDTH, room)
+        return 0 if room <= 0 else self.pacer.width(position, min(drafter.width, MAX_WIDTH, room))
 
-    def _dispatch(self, proposal: Proposal) -> _Step:
+    def _dispatch(self, proposal: Proposal, asked: int = 0) -> _Step:
         """Start the forward over the anchor and its draft, and its verdict."""
         session = self.session
         position = session.state.length
@@ -189,7 +199,7 @@ class _Run:
         inputs = mx.concatenate([self.fresh[-1:], proposal.tokens]) if proposal.size else self.fresh[-1:]
         session.state.open(rows)
         logits, features = self.target.forward(inputs, session.state, session.drafter.taps, rows)
-        step = self._judge(proposal, logits, features, position)
+        step = self._judge(proposal, logits, features, position, asked)
         mx.async_eval(step.verdict.packed, *step.logprobs)  # type: ignore[no-untyped-call]
         return step
 
@@ -202,12 +212,12 @@ class _Run:
         self.fresh = step.verdict.next
         return self._dispatch(_nothing())
 
-    def _judge(self, proposal: Proposal, logits: Array, features: Array | None, position: int) -> _Step:
+    def _judge(self, proposal: Proposal, logits: Array, features: Array | None, position: int, asked: int = 0) -> _Step:
         verdict = verify(proposal, logits, self.sampler, position)
         logprobs: tuple[Array, ...] = ()
         if self.request.logprobs is not None:
             logprobs = sampling.logprobs(logits, verdict.rows, self.request.logprobs)
-        return _Step(proposal, verdict, features, logprobs, position)
+        return _Step(proposal, verdict, features, logprobs, position, asked)
 
     def _settle(self, step: _Step, outcome: Outcome, committed: bool) -> Tokens:
         """Make the kept tokens true in the state, the drafter and the session."""
@@ -222,9 +232,12 @@ class _Run:
         session.tokens += kept
         return event
 
-    def _learn(self, step: _Step, event: Tokens, seconds: float) -> None:
+    def _learn(self, step: _Step, event: Tokens, seconds: float, away: float) -> None:
+        """`seconds` from the end of the round before, `away` of them spent by whoever iterates (or other sessions)."""
+        source, size = step.proposal.source, step.proposal.size
+        timed = seconds if away < seconds / 4 else None
         ended = self.ledger.reason is not None
-        self.session.pacer.learn(Round(step.proposal.source, event.drafted, event.accepted, seconds, ended))
+        self.pacer.learn(Round(source, step.asked, size, event.accepted, step.position, timed, ended))
 
     def stats(self) -> Stats:
         assert self.sampling.seed is not None
@@ -235,6 +248,8 @@ class _Run:
         drafter = self.session.drafter
         if drafter.limit is not None and self.session.state.length >= drafter.limit - 1:
             yield f"drafter {drafter.source} drafts up to position {drafter.limit}; past it decoding went on plainly"
+        if parked := self.pacer.note():
+            yield parked
 
 
 class _Ledger:

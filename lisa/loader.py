@@ -5,25 +5,25 @@ MLX is imported with this module: choose the BLAS first (lisa/blas.py), as lisa/
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
 
-from lisa import catalog, convert, hub, pairing
+from lisa import blas, catalog, convert, hub, pace, pairing
 from lisa.engine import Engine
 from lisa.errors import DamagedModel, LisaError, UnsupportedModel, UsageError
-from lisa.memory import gigabytes, machine
-from lisa.pace import Fixed
+from lisa.memory import cpu, gigabytes, machine
+from lisa.pace import Adaptive, Fixed, Pacer
 from lisa.target import Target, model_classes
 from lisa.tokenizer import Tokenizer, load_tokenizer
 from lisa.types import MAX_WIDTH, Sampling
 
 Say = Callable[[str], None]
-
-_NGRAM_WIDTH = 3
-"""Prompt lookup is often wrong, and past four rows a verify pass costs more than one row on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def load(
 ) -> Loaded:
     """A catalogue name, a folder or a Hub id -> everything needed to generate.
 
-    `quantisation` picks one of the catalogue's ("4bit", "8bit"); `width` fixes the draft width; `drafter_config` is a
+    `quantisation` picks one of the catalogue's ("4bit", "8bit"); `width` fixes the draft width, which is otherwise
+    paced by what is measured, starting from what was measured before; `drafter_config` is a
     JSON file of fields that win over the drafter's own, `drafter_bits` 8 or 4 packs its matrices. Raises LisaError of
     the kind that fits: UnknownModel, NotCached, HubError, DamagedModel, UnsupportedModel, BadDrafter, UsageError.
     """
@@ -75,12 +76,12 @@ def load(
     tokenizer = load_tokenizer(folder)
     target = Target.load(folder, name=name, vocab=tokenizer.vocab, kv_bits=kv_bits)
     options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
-    engine, paired = _engine(target, folder, entry, drafter, width, options, say)
+    engine, paired = _engine(target, folder, entry, drafter, width, options, say, remembered=True)
     return Loaded(engine, tokenizer, _sampling(folder, entry), name, folder, entry, paired.kind, paired.bytes)
 
 
 def redraft(loaded: Loaded, drafter: str, *, width: int | None = None, say: Say | None = None) -> Loaded:
-    """The same target, uncopied, with another drafter."""
+    """The same target, uncopied, with another drafter and a pacer that has yet to learn."""
     options = pairing.Options(chunk=loaded.engine.chunk)
     engine, paired = _engine(loaded.engine.target, loaded.folder, loaded.entry, drafter, width, options, say)
     return replace(loaded, engine=engine, drafter=paired.kind, drafter_bytes=paired.bytes)
@@ -94,12 +95,42 @@ def _engine(
     width: int | None,
     options: pairing.Options,
     say: Say | None,
+    remembered: bool = False,
 ) -> tuple[Engine, pairing.Pairing]:
     paired = pairing.pair(drafter, target, folder, entry, options, say)
     if say is not None:
         for line in paired.words:
             say(line)
-    return Engine(target, paired.new, lambda: Fixed(_width(paired.kind, width)), options.chunk, paired.why), paired
+    known = pace.load(_pace_file(), _pace_key(target, paired.kind, paired.bytes)) if remembered else None
+    pacer = _pacer(paired, width, known)  # one for all sessions: what one learns serves the others
+    return Engine(target, paired.new, lambda: pacer, options.chunk, paired.why), paired
+
+
+def _pacer(paired: pairing.Pairing, width: int | None, known: object) -> Pacer:
+    widest = paired.new().width
+    if width is not None or not widest:
+        return Fixed(width or 0)
+    return Adaptive.from_json(known, range(1, widest + 1))
+
+
+def remember(loaded: Loaded) -> None:
+    """Keep what the pacer has learnt for the next run of this pair on this machine."""
+    pacer = loaded.engine.pacer()
+    if not isinstance(pacer, Adaptive) or not pacer.sources:
+        return
+    key = _pace_key(loaded.engine.target, loaded.drafter, loaded.drafter_bytes)
+    with suppress(OSError):  # a cache that cannot be written costs the next run a cold start, nothing else
+        pace.save(_pace_file(), key, pacer.to_json())
+
+
+def _pace_file() -> Path:
+    return hub.cache_folder() / "pace.json"
+
+
+def _pace_key(target: Target, drafter: str, drafter_bytes: int) -> str:
+    """What costs and acceptance depend on."""
+    where = f"{cpu()} x {os.cpu_count()}, {mx.default_device()}, BLAS {blas.use()}, mlx {version('mlx')}"
+    return f"{where}: {target.name} of {target.nbytes} bytes, {drafter} of {drafter_bytes}"
 
 
 def _check_target(folder: Path, name: str, spec: str) -> None:
@@ -107,12 +138,6 @@ def _check_target(folder: Path, name: str, spec: str) -> None:
     if kind := pairing.drafter_kind(folder):
         raise UnsupportedModel(f"{name} is a {kind} drafter, not a model; load its target with --drafter {spec}")
     model_classes(hub.read_json(folder / "config.json"))
-
-
-def _width(kind: str, asked: int | None) -> int:
-    if asked is not None:
-        return asked
-    return _NGRAM_WIDTH if kind == "ngram" else MAX_WIDTH
 
 
 def _folder(

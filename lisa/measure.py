@@ -14,14 +14,13 @@ import random
 import re
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 
@@ -29,7 +28,9 @@ from lisa import blas
 from lisa.engine import Session
 from lisa.errors import UsageError
 from lisa.loader import Loaded, load, redraft
-from lisa.types import Commit, Done, Request, Sampling, Stats, Tokens
+from lisa.memory import cpu
+from lisa.prompts import read as read_file
+from lisa.types import Commit, Done, Request, Rule, Sampling, Stats, Tokens
 
 Say = Callable[[str], None]
 
@@ -47,15 +48,26 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Settings:
-    """`tokens` to generate a prompt; `pairs` of measurements an arm."""
+    """`tokens` to generate a prompt; `pairs` of measurements an arm. `width` None is paced.
+
+    Under the rejection `rule` the text is another at every width, so parity is checked under the coupled one, and a
+    paced run is given no seed.
+    """
 
     tokens: int = 32
     pairs: int = 9
     temperature: float = 0.0
     seed: int = 0
+    rule: Rule = "coupled"
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in get_args(Rule):
+            raise UsageError(f"the rule is coupled or rejection, not {self.rule!r}")
 
     def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, seed=self.seed)
+        seed = None if self.rule == "rejection" and self.width is None else self.seed
+        return Sampling(temperature=self.temperature, seed=seed, rule=self.rule)
 
 
 @dataclass(frozen=True)
@@ -117,8 +129,10 @@ def bench(
     The report: {model, machine, commit, prompts_sha256, settings, parity, load_s, arms, ratio, interval, kinds}.
     """
     digest, prompts = read_prompts(loaded, file)
-    arms = {name: redraft(loaded, name, say=say) for name in dict.fromkeys((PLAIN, *drafters))}
-    texts = {name: [_text(arm, prompt, settings) for prompt in prompts] for name, arm in arms.items()}
+    arms = {PLAIN: redraft(loaded, PLAIN, say=say)}
+    arms |= {name: redraft(loaded, name, width=settings.width, say=say) for name in drafters if name != PLAIN}
+    coupled = replace(settings, rule="coupled")
+    texts = {name: [_text(arm, prompt, coupled) for prompt in prompts] for name, arm in arms.items()}
     parity = {name: _parity(loaded, prompts, texts[PLAIN], texts[name]) for name in arms if name != PLAIN}
     sound = [name for name in arms if name == PLAIN or not parity[name]["wrong"]]
     for name in arms.keys() - set(sound):
@@ -132,7 +146,7 @@ def bench(
     ratios = {name: ratio(speeds[name], speeds[PLAIN]) for name in sound if name != PLAIN}
     return {
         "bench": "drafters",
-        "command": f"lisa bench {loaded.name} --drafters {','.join(drafters)} --save",
+        "command": _command(loaded.name, drafters, settings),
         "date": time.strftime("%Y-%m-%d"),
         "model": loaded.name,
         "machine": machine(),
@@ -148,20 +162,25 @@ def bench(
     }
 
 
+def _command(model: str, drafters: Sequence[str], settings: Settings) -> str:
+    chosen = [f"--{field.name} {getattr(settings, field.name)}" for field in fields(settings)]
+    usual = [f"--{field.name} {field.default}" for field in fields(settings)]
+    options = [option for option, default in zip(chosen, usual, strict=True) if option != default]
+    return " ".join(["lisa bench", model, "--drafters", ",".join(drafters), *options, "--save"])
+
+
 def read_prompts(loaded: Loaded, file: Path | None) -> tuple[str, list[Prompt]]:
-    """(sha256 of the file, its prompts rendered for the model). One JSON object a line: {"kind", "prompt"}."""
-    source = files("lisa") / "prompts.jsonl" if file is None else file
-    try:
-        data = source.read_bytes()
-        lines = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
-        pairs = [(str(line["kind"]), str(line["prompt"])) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f'{source} must hold lines of {{"kind": ..., "prompt": ...}}: {error}') from error
-    if not pairs:
+    """(sha256 of the file, its prompts rendered for the model), of lisa/prompts.py's format.
+
+    Without a file it is the model's own prompts.jsonl where it has one, or the one that comes with Lisa.
+    """
+    own = loaded.folder / "prompts.jsonl"
+    source = file or (own if own.is_file() else files("lisa") / "prompts.jsonl")
+    found = read_file(source)
+    if not found:
         raise UsageError(f"{source} holds no prompts")
-    render = loaded.tokenizer.render
-    prompts = [Prompt(kind, tuple(render([{"role": "user", "content": text}]))) for kind, text in pairs]
-    return hashlib.sha256(data).hexdigest(), prompts
+    rendered = [Prompt(each.kind, tuple(each.render(loaded.tokenizer))) for each in found]
+    return hashlib.sha256(source.read_bytes()).hexdigest(), rendered
 
 
 def _generate(session: Session, loaded: Loaded, prompt: Prompt, settings: Settings) -> tuple[list[int], Stats]:
@@ -330,7 +349,7 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
 def machine() -> dict[str, Any]:
     """What a result depends on besides the code."""
     return {
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": "Metal" if mx.default_device() == mx.gpu else "CPU",
@@ -338,16 +357,6 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("mlx", "mlx-lm", "transformers")},
     }
-
-
-def _cpu() -> str:
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def commit() -> str:

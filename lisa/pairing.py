@@ -126,7 +126,8 @@ def _catalogued(entry: catalog.Entry | None) -> Iterator[_Source]:
             key: list(value) if isinstance(value, tuple) else value for key, value in given.items() if value is not None
         }
         why = f"the catalogue's for {entry.name}" if entry else ""
-        yield _Source(drafter.kind, drafter.repo, why, overrides, f"catalogue: {drafter.provenance}")
+        place = drafter.repo or str(catalog.models_folder() / str(drafter.folder))
+        yield _Source(drafter.kind, place, why, overrides, f"catalogue: {drafter.provenance}")
 
 
 def _best(sources: list[_Source], target: Target, options: Options, say: Say | None) -> Pairing:

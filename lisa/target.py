@@ -27,6 +27,35 @@ from lisa.state import RecurrentCache, State
 FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_5_text")
 
 
+def recurrence(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The gated delta rule over T rows: q, k [1, T, Hk, Dk], v [1, T, Hv, Dv], g, beta [1, T, Hv], state
+    [1, Hv, Dv, Dk] float32 -> (out [1, T, Hv, Dv], state). Row by row, so that no row depends on how many there are.
+    """
+    if mx.default_device() == mx.gpu:
+        out, after = mx.fast.gated_delta_update(q, k, v, g, beta, state)
+        return out, after
+    # MLX's op is scalar on a CPU; small matrix products take half of its time.
+    repeats = v.shape[2] // k.shape[2]
+    q, k = (mx.repeat(x, repeats, axis=2) for x in (q, k))
+    columns = (q[..., None], k[..., None], v[..., None], g[..., None, None], beta[..., None, None])
+    state, outs = state[:, None], []
+    for qt, kt, vt, gt, bt in zip(*(mx.split(x, v.shape[1], axis=1) for x in columns), strict=True):
+        out, state = _step(qt, kt, vt, gt, bt, state)
+        outs.append(out)
+    return mx.concatenate(outs, axis=1)[..., 0].astype(q.dtype), state[:, 0]
+
+
+@mx.compile
+def _step(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    state = state * g
+    state = state + ((v - state @ k) * beta) @ k.swapaxes(-1, -2)
+    return state @ q, state
+
+
 class GatedDeltaNet(qwen3_5.GatedDeltaNet):  # type: ignore[misc]
     """mlx-lm's layer with the recurrence as one op, leaving in its cache what `State.commit` replays.
 
@@ -44,7 +73,7 @@ class GatedDeltaNet(qwen3_5.GatedDeltaNet):  # type: ignore[misc]
         q, k, v = self._heads(nn.silu(self.conv1d(conv_input)))  # type: ignore[attr-defined]
         g = compute_g(self.A_log, self.in_proj_a(inputs), self.dt_bias)
         beta = mx.sigmoid(self.in_proj_b(inputs))
-        out, after = mx.fast.gated_delta_update(q, k, v, g, beta, state)
+        out, after = recurrence(q, k, v, g, beta, state)
         if cache is not None:
             cache[0], cache[1] = self._window_after(conv_input, rows), after
             if cache.recording:
@@ -65,7 +94,7 @@ class GatedDeltaNet(qwen3_5.GatedDeltaNet):  # type: ignore[misc]
 
     def _replay(self, conv_input: mx.array, steps: tuple[mx.array, ...], state: mx.array, n: int) -> list[mx.array]:
         q, k, v, g, beta = (x[:, :n] for x in steps)
-        _, after = mx.fast.gated_delta_update(q, k, v, g, beta, state)
+        _, after = recurrence(q, k, v, g, beta, state)
         return [self._window_after(conv_input, n), after]
 
 

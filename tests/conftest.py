@@ -1,6 +1,7 @@
 """Strict arithmetic for every test: equality of texts, logits and states is asked for in bits."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,17 @@ import pytest
 from lisa import blas
 
 BLAS = blas.use(strict=blas.STRICT_POSSIBLE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pace_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where pacers are remembered: not in the user's cache."""
+    import lisa.loader
+
+    file = tmp_path_factory.mktemp("pace") / "pace.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lisa.loader, "_pace_file", lambda: file)
+        yield file
 
 
 @pytest.fixture

@@ -6,12 +6,14 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from folders import write_model
 
 import lisa
 from lisa.errors import Closed, ContextFull, NoTemplate, UsageError
+from lisa.pace import Fixed
 
 CHAT = [{"role": "user", "content": "hello there, hello there, hello"}]
 
@@ -44,6 +46,32 @@ def test_drafting_is_invisible_in_the_text(folder: Path, model: lisa.Model) -> N
     with lisa.load(str(folder), drafter="none") as other:
         plain = other.chat(CHAT, sampling=sampling, max_tokens=40).read()
     assert (plain.text, plain.ids, plain.reason) == (drafted.text, drafted.ids, drafted.reason)
+
+
+def _pacers(model: lisa.Model) -> list[Any]:
+    assert model._loaded is not None
+    return [model._loaded.engine.session().pacer for _ in range(2)]
+
+
+def test_sessions_share_what_their_pacer_learns_and_the_next_load_starts_from_it(folder: Path) -> None:
+    with lisa.load(str(folder)) as first:
+        mine, same = _pacers(first)
+        assert mine is same and not mine.sources
+        first.chat(CHAT, max_tokens=40).read()
+        assert mine.costs.plain(0) > 0 and mine.sources
+    with lisa.load(str(folder)) as second:
+        assert _pacers(second)[0].costs.plain(40) == pytest.approx(mine.costs.plain(40))
+        assert _pacers(second)[0].sources.keys() == mine.sources.keys()
+    with lisa.load(str(folder), kv_bits=8, drafter="none") as other:
+        assert _pacers(other)[0] == Fixed(0)
+
+
+def test_a_given_width_is_kept_and_nothing_is_learnt(folder: Path, pace_file: Path) -> None:
+    before = pace_file.read_text() if pace_file.is_file() else ""
+    with lisa.load(str(folder), width=2) as model:
+        assert _pacers(model)[0] == Fixed(2)
+        assert len(model.chat(CHAT, max_tokens=40).read().stats.proposed_at) <= 2
+    assert (pace_file.read_text() if pace_file.is_file() else "") == before
 
 
 def test_threads_and_coroutines_get_what_a_lone_caller_gets(model: lisa.Model) -> None:

@@ -63,7 +63,11 @@ def test_entries_are_plausible(entry: catalog.Entry) -> None:
         assert weights.folder is None or (catalog.models_folder() / weights.folder / "config.json").is_file()
         assert weights.wheel is None or re.fullmatch(r"[0-9a-f]{64}", weights.wheel.sha256)
     for drafter in entry.drafters:
+        assert drafter.folder is None or (catalog.models_folder() / drafter.folder / "config.json").is_file()
         assert drafter.provenance or (drafter.taps, drafter.mask, drafter.block) == (None, None, None)
+
+
+DRAFTER = '[[drafters]]\nkind = "eagle"\n'
 
 
 def test_minimal_entry() -> None:
@@ -84,6 +88,8 @@ def test_minimal_entry() -> None:
         (("stop = [1]", 'default = "here"\nstop = [1]'), "m.toml: default: 'here' is not"),
         (("repo =", 'folder = "m"\nrepo ='), "m.toml: weights 4bit need one of repo, wheel and folder"),
         (('repo = "a/b"', ""), "m.toml: weights 4bit need one of repo, wheel and folder"),
+        (("[[weights]]", DRAFTER + "[[weights]]"), "m.toml: the eagle drafter needs one of repo and folder"),
+        (("[[weights]]", f'{DRAFTER}repo = "a/b"\nfolder = "m"\n[[weights]]'), "the eagle drafter needs one of"),
     ],
 )
 def test_a_mistake_is_named_with_its_file(change: tuple[str, str], complaint: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from bench.ablate import ablate
 from bench.golden_drafters import GREEDY, Ends, block_vectors, check, commit, ends
 from bench.golden_vectors import cases, error
 from lisa import sampling
@@ -208,6 +209,15 @@ def test_no_write_is_exactly_the_causal_dflash() -> None:
         drafter.propose(5, 7, GREEDY, 20)
         traces.append(m.forward(mx.array([5] + [m.mask] * 7), drafter.contexts, 20).final)
     assert bool((traces[0] == traces[1]).all())
+
+
+def test_an_ablated_folder_is_the_same_drafter_with_its_writes_at_zero(tmp_path: Path) -> None:
+    before = read(FOLDER).weights
+    assert ablate(FOLDER, tmp_path / "ablated") == sum(".writes." in name for name in before) > 0
+    after = read(tmp_path / "ablated").weights
+    assert after.keys() == before.keys()
+    for name, value in after.items():
+        assert bool((value == (0 if ".writes." in name else before[name])).all())
 
 
 def test_in_one_layer_the_anchors_code_reaches_its_right_neighbour_alone() -> None:

@@ -51,8 +51,29 @@ def test_a_report_has_everything_that_was_promised(loaded: Loaded, prompts: Path
     assert len(list(measure.table(report))) == 2 + 3 + 2
 
 
+def test_both_rules_are_measured_after_a_parity_check_of_the_coupled_one(loaded: Loaded, prompts: Path) -> None:
+    settings = replace(QUICK, temperature=1.0, rule="rejection", width=3)
+    assert settings.sampling().seed == 0 and replace(settings, width=None).sampling().seed is None
+    report = measure.bench(loaded, ["dspine"], prompts, settings, 1.0, lambda line: None)
+    assert report["parity"]["dspine"] == {"equal": 2, "near_ties": 0, "wrong": 0}
+    assert len(report["arms"]["dspine"]["by_position"]) == 3
+    options = "--tokens 6 --temperature 1.0 --rule rejection --width 3"
+    assert report["command"] == f"lisa bench tiny --drafters dspine {options} --save"
+    with pytest.raises(UsageError, match="the rule is coupled or rejection"):
+        measure.Settings(rule="greedy")  # type: ignore[arg-type]
+
+
+def test_a_models_own_prompts_are_used_where_it_has_some(loaded: Loaded, prompts: Path) -> None:
+    own = loaded.folder / "prompts.jsonl"
+    own.write_bytes(prompts.read_bytes())
+    try:
+        assert measure.read_prompts(loaded, None) == measure.read_prompts(loaded, prompts)
+    finally:
+        own.unlink()
+
+
 def test_a_wrong_text_gets_no_speed(loaded: Loaded, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(one: Loaded, name: str, say: Any = None) -> Loaded:
+    def broken(one: Loaded, name: str, width: int | None = None, say: Any = None) -> Loaded:
         return replace(one, name="broken" if name != "none" else one.name)
 
     text = measure._text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +166,18 @@ def test_C1_what_the_folder_lacks_may_come_from_a_file_and_its_source_is_said(
         load(str(model), drafter="ngram", drafter_bits=8)
 
 
-def test_the_catalogue_supplies_taps_with_their_provenance(model: Path, tmp_path: Path, vocab: int) -> None:
-    folder = write_drafter(tmp_path / "hub", "dspine", vocab, target_layer_ids=None, mask_token_id=None)
-    known = catalog.Drafter("dspine", str(folder), taps=(1, 3), mask=7, block=8, provenance="its authors' README")
+@pytest.mark.parametrize("where", ["repo", "folder"])
+def test_the_catalogue_supplies_taps_with_their_provenance(
+    model: Path, tmp_path: Path, vocab: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_drafter(tmp_path / "shipped", "dspine", vocab, target_layer_ids=None, mask_token_id=None)
+    monkeypatch.setattr(catalog, "models_folder", lambda: tmp_path)
+    place: dict[str, Any] = {"repo": str(folder)} if where == "repo" else {"folder": "shipped"}
+    known = catalog.Drafter("dspine", **place, taps=(1, 3), mask=7, block=8, provenance="its authors' README")
     entry = catalog.find("smollm2-135m")
     assert entry is not None
-    from dataclasses import replace
-
-    loaded = load(str(model))
-    paired = pair("auto", loaded.engine.target, model, replace(entry, drafters=(known,)), Options())
+    target = load(str(model)).engine.target
+    paired = pair("auto", target, model, replace(entry, drafters=(known,)), Options())
     made = paired.new()
     assert paired.kind == "dspine" and made.taps == (1, 3) and made.width == 7
     assert "catalogue: its authors' README" in paired.words[0] and "catalogue" in paired.why

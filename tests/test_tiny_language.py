@@ -170,3 +170,15 @@ def test_the_vocabulary_keeps_every_text_and_its_special_tokens(tokenizer: Token
 def test_the_vocabulary_is_the_same_each_time(folder: Path, tmp_path: Path) -> None:
     vocabulary.write(tmp_path, samples=500)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_measured_prompts_are_held_out_and_trained_ones_are_not() -> None:
+    from bench.tiny import prompts
+
+    def asked(line: dict[str, Any]) -> str:
+        return json.dumps([*line["messages"], *line.get("tools", ())], sort_keys=True)
+
+    measured, trained = list(prompts.measured()), list(prompts.trained(200))
+    assert {line["kind"] for line in measured} == set(language.KINDS)
+    assert {asked(line) for line in measured}.isdisjoint(asked(line) for line in trained)
+    assert len({asked(line) for line in trained}) == 200 and list(prompts.trained(200)) == trained

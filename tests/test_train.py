@@ -21,7 +21,7 @@ from lisa.drafters.checkpoint import read
 from lisa.engine import Engine
 from lisa.errors import LisaError, UsageError
 from lisa.pace import Fixed
-from lisa.train import Settings, Trained, networks, prompts, train
+from lisa.train import Settings, Trained, networks, questions, train
 from lisa.train.acceptance import draft_width, measure, walk
 from lisa.train.answers import answer, loop
 from lisa.train.objective import Vocabularies, _mlx_softmax, _vectorised, losses
@@ -302,10 +302,10 @@ def test_held_out_prompts_are_chosen_by_their_words_alone(tmp_path: Path) -> Non
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     one.write_text("\n".join(lines), "utf-8")
     other.write_text("\n".join(reversed(lines[:150])) + "\n\n", "utf-8")
-    held = {p.key for p in prompts.read(one) if p.held}
+    held = {p.key for p in questions.read(one) if p.held}
     assert 4 <= len(held) <= 24
-    assert {p.key for p in prompts.read(other) if p.held} <= held
-    assert prompts.read(one)[0].held, "held-out prompts come first, so that any amount of answers has them"
+    assert {p.key for p in questions.read(other) if p.held} <= held
+    assert questions.read(one)[0].held, "held-out prompts come first, so that any amount of answers has them"
 
 
 @pytest.mark.parametrize(
@@ -320,16 +320,16 @@ def test_held_out_prompts_are_chosen_by_their_words_alone(tmp_path: Path) -> Non
 def test_unusable_prompts_are_refused_by_line(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "p.jsonl").write_text(text, "utf-8")
     with pytest.raises(UsageError, match=why):
-        prompts.read(tmp_path / "p.jsonl")
+        questions.read(tmp_path / "p.jsonl")
 
 
 def test_prompts_are_sampled_from_the_users_turn(home: Path) -> None:
     tokenizer = loader.load(str(home / "target"), drafter="none").tokenizer
-    assert tokenizer.raw.decode(prompts.opening(tokenizer), skip_special_tokens=False) == "<|im_start|>user\n"
+    assert tokenizer.raw.decode(questions.opening(tokenizer), skip_special_tokens=False) == "<|im_start|>user\n"
     end = sorted(tokenizer.eos)[0]
     turns = [([*tokenizer.encode(text), end], "stop") for text in ("What is it?", " What is it? ", "x")]
     turns.append((tokenizer.encode("never ended"), "length"))
-    assert [p.messages[0]["content"] for p in prompts.sampled(tokenizer, turns)] == ["What is it?"]
+    assert [p.prompt.messages[0]["content"] for p in questions.sampled(tokenizer, turns)] == ["What is it?"]
 
 
 def test_a_torn_line_is_dropped_and_features_fit_the_budget(home: Path, tmp_path: Path) -> None:

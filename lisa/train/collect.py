@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from lisa.errors import LisaError
 from lisa.target import Target
 from lisa.tokenizer import Tokenizer
-from lisa.train import prompts
+from lisa.train import questions
 from lisa.train.answers import answer
-from lisa.train.prompts import Prompt
+from lisa.train.questions import Question
 from lisa.train.settings import Settings
 from lisa.train.store import Conversation, Store
 
@@ -48,19 +48,19 @@ def _enough(store: Store, tokens: int) -> bool:
 
 def _batches(
     target: Target, tokenizer: Tokenizer, settings: Settings, first: int
-) -> Iterator[tuple[int, Sequence[Prompt]]]:
+) -> Iterator[tuple[int, Sequence[Question]]]:
     """Numbered from `first`: what was stored before is not made again."""
     n = settings.parallel
     if settings.data is not None:
-        given = prompts.read(settings.data)
+        given = questions.read(settings.data)
         for batch, start in enumerate(range(0, len(given), n)):
             yield batch, given[start : start + n]
         return
-    begin, empty = prompts.opening(tokenizer), 0
+    begin, empty = questions.opening(tokenizer), 0
     for batch in range(first, 1 << 30):
         seeds = [(settings.seed << 40) + (batch << 16) + i for i in range(n)]
         turns = answer(target, [begin] * n, tokenizer.hidden, _LONGEST_PROMPT, seeds)
-        usable = prompts.sampled(tokenizer, [(turn.tokens, turn.reason) for turn in turns])
+        usable = questions.sampled(tokenizer, [(turn.tokens, turn.reason) for turn in turns])
         empty = 0 if usable else empty + 1
         if empty == _DRY:
             raise LisaError(f"{target.name} writes no usable prompts by itself: give some with --data")
@@ -68,9 +68,9 @@ def _batches(
 
 
 def _answered(
-    target: Target, tokenizer: Tokenizer, some: Sequence[Prompt], settings: Settings, batch: int
+    target: Target, tokenizer: Tokenizer, some: Sequence[Question], settings: Settings, batch: int
 ) -> list[Conversation]:
-    rendered = [tokenizer.render(each.messages, thinking=settings.thinking) for each in some]
+    rendered = [each.prompt.render(tokenizer, settings.thinking) for each in some]
     drawn = [not each.held and int(each.key[8:], 16) % 1000 < 1000 * settings.sampled for each in some]
     seeds = [
         int(each.key, 16) % (1 << 60) + settings.seed if draw else None for each, draw in zip(some, drawn, strict=True)
