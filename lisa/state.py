@@ -23,17 +23,24 @@ SLACK = 16
 """Rows a window keeps beyond what attention sees, so that a short rewind needs no re-reading."""
 
 
+Pending = tuple[mx.array, mx.array, mx.array, mx.array]
+"""k [1, T, Hk, Dk], v [1, T, Hv, Dv], decay and beta [1, T, Hv] of the rows of a call."""
+
+
 class RecurrentCache(ArraysCache):  # type: ignore[misc]
     """An ArraysCache whose layer can rebuild it after fewer rows than it read.
 
     While `recording`, the layer leaves in `replay` a function n -> arrays: the states after the first n rows of its
-    last call, computed again from what the call recorded.
+    last call, computed again from what the call recorded. Or its commit is pending: the arrays are from before its last
+    call, `pending` holds the rows of that call, and `kept` says how many of them hold.
     """
 
     def __init__(self, size: int):
         super().__init__(size)
         self.recording = False
         self.replay: Callable[[int], list[mx.array]] | None = None
+        self.pending: Pending | None = None
+        self.kept = 0
 
 
 class WindowCache:
@@ -219,22 +226,27 @@ class _Recurrent:
 
     def __init__(self, cache: Any):
         self.cache = cache
-        self._mark: list[mx.array | None] = []
+        self._mark: _Held | None = None
 
     def open(self) -> None:
-        self._mark = list(self.cache.cache)
+        self._mark = self.save(0)
         if isinstance(self.cache, RecurrentCache):
             self.cache.recording, self.cache.replay = True, None
 
     def can_keep(self, n: int, rows: int) -> bool:
-        return n in (0, rows) or (isinstance(self.cache, RecurrentCache) and self.cache.replay is not None)
+        if n in (0, rows):
+            return True
+        return isinstance(self.cache, RecurrentCache) and bool(self.cache.replay or self.cache.pending)
 
     def keep(self, n: int, rows: int) -> None:
         if n == 0:
-            self.cache.cache = self._mark
-        elif n < rows:
+            assert self._mark is not None
+            self.load(self._mark)
+        elif n < rows and self.cache.replay is not None:
             self.cache.cache = self.cache.replay(n)
-        self._mark = []
+        elif n < rows:
+            self.cache.kept = n
+        self._mark = None
         if isinstance(self.cache, RecurrentCache):
             self.cache.recording, self.cache.replay = False, None
 
@@ -243,16 +255,24 @@ class _Recurrent:
 
     def rewind(self, length: int) -> int:
         if length == 0:
-            self.cache.cache = [None] * len(self.cache.cache)
+            self.load(([None] * len(self.cache.cache), None, 0))
         return 0
 
-    def save(self, length: int) -> list[mx.array | None]:
-        return list(self.cache.cache)
+    def save(self, length: int) -> _Held:
+        if not isinstance(self.cache, RecurrentCache):
+            return list(self.cache.cache), None, 0
+        return list(self.cache.cache), self.cache.pending, self.cache.kept
 
-    def load(self, part: list[mx.array | None]) -> int:
-        self.cache.cache = list(part)
+    def load(self, part: _Held) -> int:
+        arrays, pending, kept = part
+        self.cache.cache = list(arrays)
+        if isinstance(self.cache, RecurrentCache):
+            self.cache.pending, self.cache.kept = pending, kept
         return 0
 
+
+_Held = tuple[list[mx.array | None], Pending | None, int]
+"""Arrays of a recurrent cache, the rows that are pending, and how many of them hold."""
 
 _ADAPTORS: dict[type, Callable[[Any], _Leaf]] = {
     KVCache: _KV,
@@ -360,6 +380,7 @@ class State:
         for cache in self.caches:
             for leaf in _flat(cache):
                 values = leaf.cache if isinstance(leaf, ArraysCache) else [leaf.keys, leaf.values]
+                values = [*values, *(getattr(leaf, "pending", None) or ())]
                 held += [a for a in _leaves(values) if a is not None]
         return held
 

@@ -7,105 +7,47 @@ residual stream after a layer, before any final norm), and Gated DeltaNet layers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama, qwen3, qwen3_5
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
-from mlx_lm.models.gated_delta import compute_g, normalize_qk
 from mlx_lm.utils import load_model
 
+from lisa import layers
 from lisa.errors import DamagedModel, UnsupportedModel
+from lisa.metal import NONE, Kernels
 from lisa.state import RecurrentCache, State
 
 FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_5_text")
 
 
-def recurrence(
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    """The gated delta rule over T rows: q, k [1, T, Hk, Dk], v [1, T, Hv, Dv], g, beta [1, T, Hv], state
-    [1, Hv, Dv, Dk] float32 -> (out [1, T, Hv, Dv], state). Row by row, so that no row depends on how many there are.
-    """
-    if mx.default_device() == mx.gpu:
-        out, after = mx.fast.gated_delta_update(q, k, v, g, beta, state)
-        return out, after
-    # MLX's op is scalar on a CPU; small matrix products take half of its time.
-    repeats = v.shape[2] // k.shape[2]
-    q, k = (mx.repeat(x, repeats, axis=2) for x in (q, k))
-    columns = (q[..., None], k[..., None], v[..., None], g[..., None, None], beta[..., None, None])
-    state, outs = state[:, None], []
-    for qt, kt, vt, gt, bt in zip(*(mx.split(x, v.shape[1], axis=1) for x in columns), strict=True):
-        out, state = _step(qt, kt, vt, gt, bt, state)
-        outs.append(out)
-    return mx.concatenate(outs, axis=1)[..., 0].astype(q.dtype), state[:, 0]
-
-
-@mx.compile
-def _step(
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    state = state * g
-    state = state + ((v - state @ k) * beta) @ k.swapaxes(-1, -2)
-    return state @ q, state
-
-
-class GatedDeltaNet(qwen3_5.GatedDeltaNet):  # type: ignore[misc]
-    """mlx-lm's layer with the recurrence as one op, leaving in its cache what `State.commit` replays.
-
-    Rows are [1, T, H]; the cache holds the conv window [1, kernel-1, channels] and the state [1, Hv, Dv, Dk] float32.
-    """
-
-    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: RecurrentCache | None = None) -> mx.array:
-        batch, rows, _ = inputs.shape
-        window, state = (cache[0], cache[1]) if cache is not None else (None, None)
-        if window is None:
-            window = mx.zeros((batch, self.conv_kernel_size - 1, self.conv_dim), inputs.dtype)
-        if state is None:
-            state = mx.zeros((batch, self.num_v_heads, self.head_v_dim, self.head_k_dim), mx.float32)
-        conv_input = mx.concatenate([window, self.in_proj_qkv(inputs)], axis=1)
-        q, k, v = self._heads(nn.silu(self.conv1d(conv_input)))  # type: ignore[attr-defined]
-        g = compute_g(self.A_log, self.in_proj_a(inputs), self.dt_bias)
-        beta = mx.sigmoid(self.in_proj_b(inputs))
-        out, after = recurrence(q, k, v, g, beta, state)
-        if cache is not None:
-            cache[0], cache[1] = self._window_after(conv_input, rows), after
-            if cache.recording:
-                cache.replay = partial(self._replay, conv_input, (q, k, v, g, beta), state)
-        z = self.in_proj_z(inputs).reshape(batch, rows, self.num_v_heads, self.head_v_dim)
-        mixed: mx.array = self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
-        return mixed
-
-    def _heads(self, conv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        batch, rows, _ = conv.shape
-        q, k, v = mx.split(conv, [self.key_dim, 2 * self.key_dim], axis=-1)
-        q, k = (x.reshape(batch, rows, self.num_k_heads, self.head_k_dim) for x in (q, k))
-        q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
-        return q, k, v.reshape(batch, rows, self.num_v_heads, self.head_v_dim)
-
-    def _window_after(self, conv_input: mx.array, rows: int) -> mx.array:
-        return mx.contiguous(conv_input[:, rows : rows + self.conv_kernel_size - 1, :])
-
-    def _replay(self, conv_input: mx.array, steps: tuple[mx.array, ...], state: mx.array, n: int) -> list[mx.array]:
-        q, k, v, g, beta = (x[:, :n] for x in steps)
-        _, after = recurrence(q, k, v, g, beta, state)
-        return [self._window_after(conv_input, n), after]
-
-
-class Hybrid(qwen3_5.Model):  # type: ignore[misc]
-    """qwen3_5 with recording Gated DeltaNet layers."""
+class Llama(llama.Model):  # type: ignore[misc]
+    """llama with Lisa's layers."""
 
     def __init__(self, args: Any):
         super().__init__(args)
-        for layer in self.layers:
-            if layer.is_linear:
-                layer.linear_attn = GatedDeltaNet(self.language_model.args)
+        layers.own(self, args)
+
+
+class Qwen3(qwen3.Model):  # type: ignore[misc]
+    """qwen3 with Lisa's layers."""
+
+    def __init__(self, args: Any):
+        super().__init__(args)
+        layers.own(self, args)
+
+
+class Hybrid(qwen3_5.Model):  # type: ignore[misc]
+    """qwen3_5 with Lisa's layers."""
+
+    def __init__(self, args: Any):
+        super().__init__(args)
+        layers.own(self, self.language_model.args)
 
     def make_cache(self) -> list[Any]:
         return [RecurrentCache(2) if layer.is_linear else KVCache() for layer in self.layers]
@@ -118,9 +60,9 @@ def model_classes(config: Mapping[str, Any]) -> tuple[type, type]:
     if kind in ("qwen3_5", "qwen3_5_text") and not text.get("num_experts"):
         return Hybrid, qwen3_5.ModelArgs
     if kind == "qwen3":
-        return qwen3.Model, qwen3.ModelArgs
+        return Qwen3, qwen3.ModelArgs
     if kind == "llama":
-        return llama.Model, llama.ModelArgs
+        return Llama, llama.ModelArgs
     raise UnsupportedModel(
         f"model_type {kind!r} is not supported; Lisa runs dense models of the families llama, qwen3 and qwen3_5"
     )
@@ -168,10 +110,12 @@ class Target:
         name: str = "",
         vocab: int | None = None,
         kv_bits: int | None = None,
+        kernels: Kernels = NONE,
     ) -> Target:
         """Read a model folder in mlx-lm's layout, quantised or not, sharded or not.
 
         `dtype` converts what is not packed; None keeps it, except that a CPU computes in float32, its only fast format.
+        `kernels` are those its layers may run.
         Raises UnsupportedModel for another family, DamagedModel when tensors are missing or misshapen.
         """
         try:
@@ -185,6 +129,7 @@ class Target:
         if dtype is not None:
             model.set_dtype(dtype)
         mx.eval(model.parameters())
+        layers.give(model, kernels)
         return cls(model, config, name=name or folder.name, vocab=vocab, kv_bits=kv_bits)
 
     def new_state(self) -> State:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama, qwen3, qwen3_5
-from tiny import _DENSE, _HYBRID, _livelier
+from tiny import _DENSE, _HYBRID, livelier
 from tokenizers import Tokenizer
 from tokenizers_tiny import make_tokenizer
 
@@ -23,7 +23,7 @@ def write_model(folder: Path, kind: str, seed: int = 0) -> Path:
     config = _config(kind, Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size())
     mx.random.seed(seed)
     model = KINDS[kind].Model(KINDS[kind].ModelArgs.from_dict(config))
-    weights = dict(tree_flatten(_livelier(model.parameters())))
+    weights = dict(tree_flatten(livelier(model.parameters())))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return folder

@@ -65,13 +65,13 @@ def target(kind: str, seed: int = 0) -> Target:
         "hybrid": lambda: (_HYBRID, Hybrid(qwen3_5.ModelArgs.from_dict(_HYBRID))),
         "sliding": lambda: (_SLIDING, llama.Model(llama.ModelArgs.from_dict(_SLIDING))),
     }[kind]()
-    model.update(_livelier(model.parameters()))
+    model.update(livelier(model.parameters()))
     model.eval()
     mx.eval(model.parameters())
     return Target(model, config, name=f"tiny-{kind}")
 
 
-def _livelier(tree: Any) -> Any:
+def livelier(tree: Any) -> Any:
     """Random initial weights give nearly constant logits; larger ones give text that varies."""
     from mlx.utils import tree_map
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
+MOST_ROWS = 16
+
 
 class Launch(Protocol):
     """A compiled kernel, as mx.fast.metal_kernel returns it."""
@@ -45,14 +47,20 @@ class Source:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernels may run, and what compiles them. `make` None: none; `names` None: all."""
+    """Which kernels may run, and what compiles them. `make` None: none; `names` None: all.
+
+    `alone` are those that run for a single row too, None all: with all, a plain step has the bits of a verifying one.
+    """
 
     make: Factory | None = None
     names: frozenset[str] | None = None
+    alone: frozenset[str] | None = None
     _compiled: dict[Source, Launch] = field(default_factory=dict, compare=False, repr=False)
 
-    def may_run(self, name: str) -> bool:
-        return self.make is not None and (self.names is None or name in self.names)
+    def may_run(self, name: str, rows: int = 2) -> bool:
+        if self.make is None or rows > MOST_ROWS or (self.names is not None and name not in self.names):
+            return False
+        return rows > 1 or self.alone is None or name in self.alone
 
     def __call__(self, source: Source) -> Launch:
         if source not in self._compiled:
@@ -135,7 +143,6 @@ class Case:
 
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-MOST_ROWS = 16
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

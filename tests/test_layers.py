@@ -1,0 +1,208 @@
+"""Targets on Lisa's kernels: the tokens of the reference path, and the same bits with and without a drafter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import emulator
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import llama, qwen3, qwen3_5
+from tiny import ScriptedDrafter, livelier, outcome, session
+
+from lisa import layers
+from lisa.metal import NONE, Kernels
+from lisa.target import Hybrid, Llama, Qwen3, Target
+from lisa.types import Request, Sampling
+
+pytestmark = pytest.mark.skipif(bool(emulator.unavailable()), reason=emulator.unavailable() or "emulator")
+
+VOCAB = 96
+DENSE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**DENSE, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen3": {**DENSE, "model_type": "qwen3"},
+    "hybrid": {
+        **DENSE,
+        "model_type": "qwen3_5",
+        "num_hidden_layers": 3,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 1,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 3,
+        "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+}
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (Llama, llama.ModelArgs),
+    "qwen3": (Qwen3, qwen3.ModelArgs),
+    "hybrid": (Hybrid, qwen3_5.ModelArgs),
+}
+
+
+@functools.cache
+def emulated() -> Kernels:
+    return Kernels(functools.partial(emulator.metal_kernel, mode="fast"))
+
+
+def target(kind: str, kernels: Kernels, dtype: mx.Dtype = mx.float16, bits: int = 4) -> Target:
+    """A random target with packed matrices."""
+    mx.random.seed(3)
+    model, args = CLASSES[kind]
+    made = model(args.from_dict(CONFIGS[kind]))
+    made.update(livelier(made.parameters()))
+    made.set_dtype(dtype)
+    nn.quantize(made, group_size=32, bits=bits)
+    mx.eval(made.parameters())
+    layers.give(made, kernels)
+    return Target(made, CONFIGS[kind], name=kind)
+
+
+class Watch:
+    """Counts the launches of each kernel."""
+
+    def __init__(self) -> None:
+        self.launches: dict[str, int] = {}
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels(self._make)
+
+    def _make(self, **made: Any) -> Any:
+        kernel = emulator.metal_kernel(**made, mode="fast")
+
+        def launch(**call: Any) -> list[mx.array]:
+            self.launches[made["name"]] = self.launches.get(made["name"], 0) + 1
+            return kernel(**call)
+
+        return launch
+
+
+def halting(plain: list[int], start: int) -> Any:
+    """A drafter that is right for a while, then wrong, over and over."""
+
+    def script(position: int, width: int) -> Iterator[int]:
+        for i in range(width):
+            at = position - start + 1 + i
+            right = plain[at] if at < len(plain) else 0
+            yield right if (position + i) % 7 else (right + 1) % VOCAB
+
+    return lambda: ScriptedDrafter(lambda position, width: list(script(position, width)))
+
+
+PROMPT = tuple(range(3, 26))  # more than one chunk, the first of which is too long for the kernels
+
+
+def run(t: Target, drafter: Any, width: int, sampling: Sampling) -> tuple[list[int], list[Any]]:
+    s = session(t, drafter, width, chunk=20)
+    ids, _, logprobs, _, _ = outcome(s.run(Request(PROMPT, sampling, max_tokens=24, logprobs=3)))
+    more, _, later, _, _ = outcome(s.run(Request((*PROMPT, *ids, 7, 8, 9), sampling, max_tokens=4, logprobs=3)))
+    return [*ids, *more], [*logprobs, *later]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "widths"),
+    [
+        ("hybrid", mx.float16, range(1, 16)),
+        ("hybrid", mx.bfloat16, (3, 8, 15)),
+        ("qwen3", mx.bfloat16, (2, 7, 15)),
+        ("llama", mx.float16, (5, 12)),
+    ],
+)
+def test_drafting_leaves_every_bit_of_a_packed_target_as_it_was(kind: str, dtype: mx.Dtype, widths: Any) -> None:
+    t = target(kind, emulated(), dtype)
+    sampling = Sampling(temperature=1.0, seed=5)
+    plain, logits = run(t, lambda: ScriptedDrafter(lambda position, width: []), 0, sampling)
+    for width in widths:
+        assert run(t, halting(plain[:24], len(PROMPT)), width, sampling) == (plain, logits), f"width {width}"
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_kernels_compute_what_mlx_does(kind: str) -> None:
+    """In float32, in pieces of many sizes, with rows taken back in between."""
+    watch = Watch()
+    own, stock = target(kind, watch.kernels, mx.float32), target(kind, NONE, mx.float32)
+    tokens = mx.array([(7 * i) % VOCAB for i in range(70)], mx.int32)
+    a, b = own.new_state(), stock.new_state()
+    at = 0
+    for rows, kept in ((1, 1), (5, 2), (16, 16), (20, 20), (3, 0), (9, 4), (17, 17), (2, 1), (1, 1)):
+        outs = []
+        for t, state in ((own, a), (stock, b)):
+            final = rows > 16
+            if not final:
+                state.open(rows)
+            logits, taps = t.forward(tokens[at : at + rows], state, (0, 1), rows)
+            assert taps is not None
+            mx.eval(logits, taps, state.arrays())
+            if not final:
+                state.commit(kept)
+            outs.append((logits, taps))
+        at += kept
+        for x, y in zip(*outs, strict=True):
+            assert float(mx.abs(x - y).max()) <= 2e-4 * float(mx.abs(y).max())
+    expected = {"rows_qmm", "rows_attention", "rows_attention_merge"}
+    expected |= {"gdn_conv", "gdn_verify"} if kind == "hybrid" else set()
+    assert set(watch.launches) == expected
+
+
+def test_a_state_of_pending_rows_is_saved_taken_back_and_restored() -> None:
+    t = target("hybrid", emulated())
+    tokens = mx.array([(5 * i) % VOCAB for i in range(20)], mx.int32)
+
+    def logits(state: Any, piece: mx.array) -> mx.array:
+        out, _ = t.forward(piece, state, rows=1)
+        return out
+
+    fresh = t.new_state()
+    for i in range(10):
+        wanted = logits(fresh, tokens[i : i + 1])
+    state = t.new_state()
+    state.open(9)
+    logits(state, tokens[:9])
+    state.commit(4)
+    snapshot = state.snapshot()
+    state.open(3)
+    logits(state, tokens[9:12])
+    state.commit(0)
+    other = t.new_state()
+    other.restore(snapshot)
+    for s in (state, other):
+        got = logits(s, tokens[4:10])
+        assert mx.array_equal(got, wanted)
+    assert state.rewind(0) == 0 and mx.array_equal(logits(state, tokens[:10]), wanted)
+
+
+def test_without_kernels_layers_are_mlx_lms_own() -> None:
+    config = CONFIGS["qwen3"]
+    mx.random.seed(3)
+    stock = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    mx.random.seed(3)
+    own = Qwen3(qwen3.ModelArgs.from_dict(config))
+    own.update(stock.parameters())
+    tokens = mx.array([[1, 2, 3]])
+    assert mx.array_equal(own(tokens), stock(tokens))
+    assert {name for name, _ in _parameters(own)} == {name for name, _ in _parameters(stock)}
+
+
+def _parameters(model: Any) -> list[tuple[str, mx.array]]:
+    from mlx.utils import tree_flatten
+
+    flat: Any = tree_flatten(model.parameters())
+    return list(flat)
