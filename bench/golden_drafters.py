@@ -14,6 +14,7 @@ from lisa.drafters.checkpoint import Checkpoint, read
 from lisa.drafters.dflash import DFlash, Trace
 from lisa.drafters.dspine import DSpine
 from lisa.drafters.eagle import Eagle
+from lisa.metal import NONE, Kernels
 from lisa.sampling import top
 from lisa.types import Commit, Sampling
 
@@ -29,6 +30,7 @@ class Ends:
     name: str = "golden-target"
     layers: int = 9
     padding: int = 0
+    kernels: Kernels = NONE
 
     @property
     def hidden(self) -> int:
@@ -47,6 +49,9 @@ class Ends:
 
     def head(self, hidden: mx.array) -> mx.array:
         return (hidden @ self.matrix.T)[..., : self.vocab].astype(mx.float32)
+
+    def top(self, hidden: mx.array, k: int, vocab: int) -> tuple[mx.array, mx.array]:
+        return top(self.head(hidden)[:, :vocab], k)
 
     def head_rows(self, ids: mx.array) -> mx.array:
         return self.matrix[ids].astype(mx.float32)

@@ -73,9 +73,12 @@ def rounds(count: int) -> list[float]:
         def new_state(self) -> State:
             return State([])
 
-        def forward(self, tokens: mx.array, state: State, taps: Sequence[int] = (), rows: int = 1) -> Any:
+        def forward(
+            self, tokens: mx.array, state: State, taps: Sequence[int] = (), rows: int = 1, best: bool = False
+        ) -> Any:
             state.advance(tokens.shape[0])
-            return self.logits[:rows], None
+            logits = self.logits[:rows]
+            return mx.argmax(logits, axis=-1).astype(mx.int32) if best else logits, None
 
     class Drafter:
         """Proposes token 7 fifteen times, which is always right."""

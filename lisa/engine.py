@@ -33,7 +33,7 @@ from lisa.types import (
     TokenLogprob,
     Tokens,
 )
-from lisa.verify import Outcome, Verdict, verify
+from lisa.verify import Outcome, Verdict, verify, verify_best
 
 _UNBOUNDED = 1 << 31
 
@@ -122,6 +122,7 @@ class _Run:
         seed = request.sampling.seed
         self.sampling = replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed)
         self.sampler = sampling.Sampler(self.sampling, self.target.vocab, request.tokens)
+        self.bare = self.sampler.bare and request.logprobs is None
         self.ledger = _Ledger(request, _room(request, self.target.context))
         self.fresh = mx.array([], mx.int32)  # delivered, not yet counted by the sampler nor read by the target
 
@@ -136,7 +137,8 @@ class _Run:
             chunk = prompt[start : start + session.engine.chunk]
             final = start + len(chunk) == len(prompt)
             tokens = mx.array(chunk, mx.int32)
-            logits, features = self.target.forward(tokens, session.state, session.drafter.taps, rows=int(final))
+            taps, best = session.drafter.taps, self.bare and final
+            logits, features = self.target.forward(tokens, session.state, taps, rows=int(final), best=best)
             session.tokens += chunk
             if final:
                 step = self._judge(_nothing(), logits, features, len(prompt) - 1)
@@ -198,7 +200,7 @@ class _Run:
         rows = 1 + proposal.size
         inputs = mx.concatenate([self.fresh[-1:], proposal.tokens]) if proposal.size else self.fresh[-1:]
         session.state.open(rows)
-        logits, features = self.target.forward(inputs, session.state, session.drafter.taps, rows)
+        logits, features = self.target.forward(inputs, session.state, session.drafter.taps, rows, self.bare)
         step = self._judge(proposal, logits, features, position, asked)
         mx.async_eval(step.verdict.packed, *step.logprobs)  # type: ignore[no-untyped-call]
         return step
@@ -213,7 +215,7 @@ class _Run:
         return self._dispatch(_nothing())
 
     def _judge(self, proposal: Proposal, logits: Array, features: Array | None, position: int, asked: int = 0) -> _Step:
-        verdict = verify(proposal, logits, self.sampler, position)
+        verdict = verify_best(proposal, logits) if self.bare else verify(proposal, logits, self.sampler, position)
         logprobs: tuple[Array, ...] = ()
         if self.request.logprobs is not None:
             logprobs = sampling.logprobs(logits, verdict.rows, self.request.logprobs)

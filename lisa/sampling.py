@@ -59,6 +59,11 @@ class Sampler:
             )
             self._answer = mx.zeros((vocab,))
 
+    @property
+    def bare(self) -> bool:
+        """Whether the token is the one of the largest logit, as the target gives it."""
+        return self.sampling.greedy and self._bias is None and self._answer is None
+
     def commit(self, tokens: mx.array) -> None:
         """Count delivered tokens, int32 [n], evaluated or not."""
         if self._answer is not None:

@@ -18,9 +18,9 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from mlx_lm.utils import load_model
 
-from lisa import layers
+from lisa import layers, sampling
 from lisa.errors import DamagedModel, UnsupportedModel
-from lisa.metal import NONE, Kernels
+from lisa.metal import NONE, Kernels, head_argmax, head_topk
 from lisa.state import RecurrentCache, State
 
 FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_5_text")
@@ -83,8 +83,11 @@ class Target:
         name: str = "",
         vocab: int | None = None,
         kv_bits: int | None = None,
+        kernels: Kernels = NONE,
     ):
+        layers.give(model, kernels)
         self.model = model
+        self.kernels = kernels
         self.name = name
         self.config: Mapping[str, Any] = config.get("text_config", config)
         self._body = model.model
@@ -129,8 +132,7 @@ class Target:
         if dtype is not None:
             model.set_dtype(dtype)
         mx.eval(model.parameters())
-        layers.give(model, kernels)
-        return cls(model, config, name=name or folder.name, vocab=vocab, kv_bits=kv_bits)
+        return cls(model, config, name=name or folder.name, vocab=vocab, kv_bits=kv_bits, kernels=kernels)
 
     def new_state(self) -> State:
         """An empty context. Raises UnsupportedModel when a layer's cache has no exact way back."""
@@ -140,12 +142,12 @@ class Target:
         return State(caches)
 
     def forward(
-        self, tokens: mx.array, state: State, taps: Sequence[int] = (), rows: int = 1
+        self, tokens: mx.array, state: State, taps: Sequence[int] = (), rows: int = 1, best: bool = False
     ) -> tuple[mx.array, mx.array | None]:
         """Read `tokens` int32 [T] after what `state` holds.
 
-        Returns float32 logits [rows, vocab] of the last `rows` rows, and the taps [T, len(taps) * H] in the order asked
-        for (None without taps). Lazy.
+        Returns float32 logits [rows, vocab] of the last `rows` rows, or with `best` the id of the largest of each,
+        int32 [rows]; and the taps [T, len(taps) * H] in the order asked for (None without taps). Lazy.
         """
         h = self.embed(tokens)[None]
         masks = {kind: self._mask(kind, h, state) for kind in set(self._kinds)}
@@ -156,7 +158,8 @@ class Target:
                 outputs[i] = h[0]
         state.advance(tokens.shape[0])
         features = mx.concatenate([outputs[i] for i in taps], axis=-1) if taps else None
-        return self.head(self.norm(h[0, h.shape[1] - rows :])), features
+        normed = self.norm(h[0, h.shape[1] - rows :])
+        return self.best(normed) if best else self.head(normed), features
 
     def _mask(self, kind: str, h: mx.array, state: State) -> Any:
         if kind == "recurrent":
@@ -178,6 +181,26 @@ class Target:
         """Normed hiddens [..., H] -> float32 logits [..., vocab]."""
         logits: mx.array = self._head.as_linear(hidden) if self._tied else self._head(hidden)
         return logits[..., : self.vocab].astype(mx.float32)
+
+    def best(self, hidden: mx.array) -> mx.array:
+        """Normed hiddens [R, H] -> the id of the largest logit of each row, the lowest among equals, int32 [R].
+
+        Where head_argmax runs, no logits are written.
+        """
+        if "scales" in self._head and self.kernels.may_run("head_argmax", hidden.shape[0]):
+            head = layers.packed(self._head)
+            if head_argmax.fits(hidden, head, vocab=self.vocab):
+                return head_argmax.head_argmax(hidden, head, vocab=self.vocab, kernels=self.kernels)[0]
+        return mx.argmax(self.head(hidden), axis=-1).astype(mx.int32)
+
+    def top(self, hidden: mx.array, k: int, vocab: int) -> tuple[mx.array, mx.array]:
+        """Normed hiddens [R, H] -> the k best tokens below `vocab` of each row, best first: ids int32 and float32
+        logits, [R, k] each."""
+        if "scales" in self._head and self.kernels.may_run("head_topk", hidden.shape[0]):
+            head = layers.packed(self._head)
+            if head_topk.fits(hidden, head, k=k, vocab=vocab):
+                return head_topk.head_topk(hidden, head, k=k, vocab=vocab, kernels=self.kernels)
+        return sampling.top(self.head(hidden)[:, :vocab], k)
 
     def head_rows(self, ids: mx.array) -> mx.array:
         """Rows of the head, int [...] -> float32 [..., H], dequantised where they are packed."""

@@ -65,6 +65,15 @@ def verify(proposal: Proposal, logits: mx.array, sampler: Sampler, position: int
         agree, draws = _coupled(proposal, candidates, sampler, positions)
     else:
         agree, draws = _rejection(proposal, candidates, sampler, positions)
+    return _verdict(proposal, agree, draws)
+
+
+def verify_best(proposal: Proposal, best: mx.array) -> Verdict:
+    """`best` int32 [k + 1]: the target's own token of each row, where nothing but the largest logit counts."""
+    return _verdict(proposal, best[:-1] == proposal.tokens, best)
+
+
+def _verdict(proposal: Proposal, agree: mx.array, draws: mx.array) -> Verdict:
     if not proposal.size:
         return Verdict(draws, draws, 0)
     rows = mx.concatenate([mx.where(agree, proposal.tokens, draws[:-1]), draws[-1:]])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import emulator
@@ -13,10 +15,11 @@ import pytest
 from mlx_lm.models import llama, qwen3, qwen3_5
 from tiny import ScriptedDrafter, livelier, outcome, session
 
-from lisa import layers
+from lisa.drafters import PLAIN
 from lisa.metal import NONE, Kernels
 from lisa.target import Hybrid, Llama, Qwen3, Target
-from lisa.types import Request, Sampling
+from lisa.train import Settings, networks
+from lisa.types import Commit, Request, Sampling
 
 pytestmark = pytest.mark.skipif(bool(emulator.unavailable()), reason=emulator.unavailable() or "emulator")
 
@@ -71,8 +74,7 @@ def target(kind: str, kernels: Kernels, dtype: mx.Dtype = mx.float16, bits: int 
     made.set_dtype(dtype)
     nn.quantize(made, group_size=32, bits=bits)
     mx.eval(made.parameters())
-    layers.give(made, kernels)
-    return Target(made, CONFIGS[kind], name=kind)
+    return Target(made, CONFIGS[kind], name=kind, kernels=kernels)
 
 
 class Watch:
@@ -206,3 +208,56 @@ def _parameters(model: Any) -> list[tuple[str, mx.array]]:
 
     flat: Any = tree_flatten(model.parameters())
     return list(flat)
+
+
+def dspine(t: Target, scoring: str) -> Any:
+    """A random DSpine drafter whose slots hear one another."""
+    settings = Settings("hybrid", "dspine", Path("unused"), rank=64, layers=1, block=6, taps=(0, 1))
+    model = networks.new(settings, t, VOCAB - 1, None).model
+    for write in model.network.injection.writes:
+        write.weight = 0.2 * mx.random.normal(write.weight.shape, key=mx.random.key(1))
+    model.scoring = scoring
+    return model
+
+
+def test_a_hybrid_with_dspine_runs_on_all_kernels_and_gives_the_tokens_of_the_reference_path() -> None:
+    watch = Watch()
+    own, stock = target("hybrid", watch.kernels, mx.float32), target("hybrid", NONE, mx.float32)
+    request = Request(PROMPT, max_tokens=40)
+    results = {}
+    for t in (own, stock):
+        for drafts in (False, True):
+            new = dspine(t, "pairs").new if drafts else PLAIN["none"]
+            ids, _, _, _, stats = outcome(session(t, new, 5, chunk=20).run(request))
+            results[t is own, drafts] = ids
+            assert not drafts or stats.drafted > 20
+    assert results[True, True] == results[True, False] == results[False, True] == results[False, False]
+    every = ("rows_qmm", "rows_attention", "gdn_conv", "gdn_verify", "head_topk", "inject", "lattice")
+    assert all(any(launched.startswith(name) for launched in watch.launches) for name in every)
+
+
+def test_a_random_dspine_drafts_the_same_on_kernels_and_off() -> None:
+    own, stock = (target("hybrid", kernels, mx.float32) for kernels in (emulated(), NONE))
+    taps = mx.random.normal((9, 2 * 64), key=mx.random.key(4))
+    for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
+        drafts = []
+        for t in (own, stock):
+            drafter = dspine(t, "path").new()
+            drafter.observe(Commit(tuple(range(9)), taps, 11, 0))
+            for width in (1, 3, 5):
+                p = drafter.propose(11, width, sampling, 9)
+                drafts.append((t is own, width, p.tokens.tolist(), p.confidence))
+        for mine, theirs in zip(drafts[:3], drafts[3:], strict=True):
+            assert mine[1:3] == theirs[1:3]
+            assert mx.allclose(mine[3], theirs[3], atol=1e-4)
+
+
+def test_a_kernel_kept_from_single_rows_leaves_them_to_mlx() -> None:
+    watch = Watch()
+    kernels = replace(watch.kernels, alone=frozenset({"rows_attention"}))
+    t = target("qwen3", kernels)
+    state = t.new_state()
+    mx.eval(t.forward(mx.array([1]), state)[0])
+    assert set(watch.launches) == {"rows_attention", "rows_attention_merge"}
+    mx.eval(t.forward(mx.array([2, 3]), state, rows=2)[0])
+    assert "rows_qmm" in watch.launches

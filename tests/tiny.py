@@ -93,7 +93,9 @@ class ScriptedTarget:
     def new_state(self) -> State:
         return _TokenState()
 
-    def forward(self, tokens: mx.array, state: Any, taps: Sequence[int] = (), rows: int = 1) -> tuple[mx.array, Any]:
+    def forward(
+        self, tokens: mx.array, state: Any, taps: Sequence[int] = (), rows: int = 1, best: bool = False
+    ) -> tuple[mx.array, Any]:
         read = tokens.tolist()
         before = state.tokens
         out = [self._logits((*before, *read[: i + 1])) for i in range(len(read))]
@@ -107,7 +109,8 @@ class ScriptedTarget:
                 for tap in taps
             ]
             features = mx.concatenate([mx.array(c) for c in columns], axis=-1)
-        return mx.array(out[len(out) - rows :]).reshape(rows, self.vocab), features
+        logits = mx.array(out[len(out) - rows :]).reshape(rows, self.vocab)
+        return mx.argmax(logits, axis=-1).astype(mx.int32) if best else logits, features
 
 
 class _TokenState(State):

@@ -28,7 +28,8 @@ from mlx_lm.models.rope_utils import initialize_rope
 from lisa.drafters.candidates import CANDIDATES, checked, noise, nothing, perturbed, proposal, usable_width
 from lisa.drafters.checkpoint import Checkpoint, Kind, TargetFacts, check_fit, refuse
 from lisa.drafters.context import Context, Window
-from lisa.sampling import top
+from lisa.layers import give
+from lisa.metal import Kernels
 from lisa.types import MAX_WIDTH, Commit, Proposal, Sampling
 
 GROUP = 64
@@ -36,13 +37,19 @@ GROUP = 64
 
 
 class TargetSide(TargetFacts, Protocol):
-    """The ends of the target that a drafter shares, uncopied."""
+    """The ends of the target that a drafter shares, uncopied, and the kernels that may run."""
+
+    kernels: Kernels
 
     def embed(self, tokens: mx.array) -> mx.array:
         """int [...] -> [..., H]."""
 
     def head(self, hidden: mx.array) -> mx.array:
         """Normed hiddens [..., H] -> float32 logits [..., vocab]."""
+
+    def top(self, hidden: mx.array, k: int, vocab: int) -> tuple[mx.array, mx.array]:
+        """Normed hiddens [R, H] -> the k best tokens below `vocab` of each row, best first: ids int32 and float32
+        logits, [R, k] each."""
 
     def head_rows(self, ids: mx.array) -> mx.array:
         """Rows of the head, int [...] -> float32 [..., H], dequantised where they are packed."""
@@ -172,6 +179,7 @@ class DFlash:
         self.limit: int | None = checkpoint.config.get("max_position_embeddings")
         self.dtype = dtype or target.embed(mx.zeros((1,), mx.int32)).dtype
         self.network: Any = fill(self.build, checkpoint, self.dtype, bits, self.apart)
+        give(self.network, target.kernels)
         self.windows = _windows(checkpoint, len(self.network.layers))
         self.causal = self._causal()
 
@@ -207,7 +215,7 @@ class DFlash:
         return self.choose(self.forward(tokens, contexts, position), last, width, sampling, position)
 
     def choose(self, trace: Trace, last: int, width: int, sampling: Sampling, position: int) -> Proposal:
-        ids, logits = top(self.target.head(trace.final[0, 1 : width + 1]), CANDIDATES)
+        ids, logits = self.target.top(trace.final[0, 1 : width + 1], CANDIDATES, self.target.vocab)
         columns = mx.argmax(perturbed(logits, noise(ids, sampling, position), sampling), axis=-1)
         return proposal(self.kind, ids, logits, columns, sampling)
 

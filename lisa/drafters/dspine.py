@@ -23,7 +23,9 @@ from mlx.nn.layers.base import Module
 from lisa.drafters.candidates import noise, perturbed, proposal
 from lisa.drafters.checkpoint import Checkpoint, Kind, refuse
 from lisa.drafters.dflash import Backbone, DFlash, TargetSide, Trace, fill, linear, norm
-from lisa.sampling import top
+from lisa.metal.inject import fits as inject_fits
+from lisa.metal.inject import inject
+from lisa.metal.lattice import lattice
 from lisa.types import Proposal, Sampling
 
 Scoring = Literal["pairs", "path"]
@@ -145,25 +147,45 @@ class DSpine(DFlash):
         return math.sqrt(self.codes.shape[1]) * self.codes[tokens].astype(mx.float32)
 
     def after_layer(self, h: mx.array, layer: int, tokens: mx.array) -> mx.array:
-        injected: mx.array = self.network.injection(h, self.code(tokens[None, :1]).astype(h.dtype), layer)
+        own, anchor = self.network.injection, self.code(tokens[:1]).astype(h.dtype)
+        gates = (own.receiver_gate.weight, own.predecessor_gate.weight, own.message.weight, own.bias)
+        weights = (own.readouts[layer].weight, own.writes[layer].weight, *gates)
+        if self.target.kernels.may_run("inject") and inject_fits(h[0], anchor[0], *weights):
+            return inject(h[0], anchor[0], *weights, kernels=self.target.kernels)[None]
+        injected: mx.array = own(h, anchor[None], layer)
         return injected
 
     def choose(self, trace: Trace, last: int, width: int, sampling: Sampling, position: int) -> Proposal:
-        ids, _ = top(self.target.head(trace.final[0, 1:])[:, : self.vocab], self.top_k)
-        row = self.row_scores(trace.pre[0, 1:], ids, last, self.scoring)
-        columns, scores = walk(row, noise(ids, sampling, position), width, sampling)
+        ids, _ = self.target.top(trace.final[0, 1:], self.top_k, self.vocab)
+        pre, gumbels = trace.pre[0, 1:], noise(ids, sampling, position)
+        if self.target.kernels.may_run("lattice"):
+            refined, heads = self._pairs(pre, ids, last)
+            columns, scores = lattice(refined, heads, gumbels, sampling.temperature, kernels=self.target.kernels)
+        else:
+            columns, scores = walk(self.row_scores(pre, ids, last, self.scoring), gumbels, width, sampling)
         return proposal(self.kind, ids, scores, columns, sampling)
 
     def row_scores(self, pre: mx.array, ids: mx.array, last: int, scoring: Scoring) -> Row:
         """How well each candidate follows a predecessor, from the hiddens [w, H] before the last injection and the
         candidates int32 [w, K]. Row 0 is the first proposed slot; it follows `last`, whatever the column."""
-        pre = pre.astype(mx.float32)
-        features, heads = self.refinement.feature(pre), self.target.head_rows(ids)
-        before = self.code(mx.concatenate([mx.full((1, ids.shape[1]), last, mx.int32), ids[:-1]]))
         if scoring == "path":
+            pre = pre.astype(mx.float32)
+            features, heads, before = self.refinement.feature(pre), self.target.head_rows(ids), self._before(ids, last)
             return lambda i, column: heads[i] @ self.refinement(pre[i], features[i], before[i, column])
-        table = self.refinement(pre[:, None], features[:, None], before) @ heads.swapaxes(1, 2)
+        refined, heads = self._pairs(pre, ids, last)
+        table = refined @ heads.swapaxes(1, 2)
         return lambda i, column: table[i, column]
+
+    def _pairs(self, pre: mx.array, ids: mx.array, last: int) -> tuple[mx.array, mx.array]:
+        """Hiddens of each slot after each predecessor, and head rows of its candidates, float32 [w, K, H] each."""
+        pre = pre.astype(mx.float32)
+        features = self.refinement.feature(pre)
+        refined = self.refinement(pre[:, None], features[:, None], self._before(ids, last))
+        return refined, self.target.head_rows(ids)
+
+    def _before(self, ids: mx.array, last: int) -> mx.array:
+        """Codes of the predecessors, float32 [w, K, r]."""
+        return self.code(mx.concatenate([mx.full((1, ids.shape[1]), last, mx.int32), ids[:-1]]))
 
     def _faster(self, clock: Callable[[], float] = time.perf_counter) -> Scoring:
         """Times both on this machine, on the shapes of a full block."""

@@ -22,6 +22,7 @@ from lisa.drafters.candidates import CANDIDATES, checked, noise, nothing, pertur
 from lisa.drafters.checkpoint import Checkpoint, Kind, check_fit, refuse, same_vocabulary
 from lisa.drafters.context import Context
 from lisa.drafters.dflash import Layer, TargetSide, fill, linear, norm
+from lisa.layers import give
 from lisa.sampling import top
 from lisa.types import MAX_WIDTH, Commit, Proposal, Sampling
 
@@ -127,6 +128,7 @@ class Eagle:
         self.dtype = dtype or target.embed(mx.zeros((1,), mx.int32)).dtype
         usable, self.ids = _vocabulary(checkpoint, target)
         self.network: Any = fill(EagleNetwork, usable, self.dtype, bits, apart=("d2t",))
+        give(self.network, target.kernels)
 
     def new(self) -> EagleDrafter:
         return EagleDrafter(self)
