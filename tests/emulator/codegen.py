@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from .compiler import EMULATOR
+
 METAL_KERNEL = mx.fast.metal_kernel
 """MLX's own, whatever `install` puts in its place."""
 
@@ -105,7 +107,7 @@ class Text:
                 f'{self._signature("emu_kernel")}\n#line 1 "{self.name}"',
                 rewrite(self.source),
                 "}",
-                '#line 1 "emulator"',
+                f'#line 1 "{EMULATOR}"',
                 'extern "C" const char __ehdr_start;',
                 'extern "C" const char* emu_base() { return &__ehdr_start; }',
                 f'extern "C" void emu_entry(void** buffers) {{ emu_kernel{self._values()}({self._call(spaces)}); }}',
@@ -208,9 +210,11 @@ class Rewriter:
         for variable in re.split(r",(?![^\[]*\])", found["names"]):
             name, dimensions = re.fullmatch(r"\s*(\w+)\s*(.*?)\s*", variable, re.DOTALL).groups()  # type: ignore[union-attr]
             if self.spaces:
-                declared.append(f"static threadgroup {kind} {name}{dimensions};")
+                declared.append(f"extern threadgroup {kind} {name}{dimensions};")
             else:
-                declared.append(f'auto& {name} = *emu::shared<{kind} {dimensions}>({self.variables}, "{name}");')
+                made = f"emu_variable_{self.variables}"
+                declared.append(f"typedef {kind} {made}{dimensions};")
+                declared.append(f'auto& {name} = *emu::shared<{made}>({self.variables}, "{name}");')
             self.variables += 1
         # A declaration over several lines keeps the numbers of the lines after it.
         return " ".join(declared) + "\n" * (found[0].count("\n") - "".join(declared).count("\n"))

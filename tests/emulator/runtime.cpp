@@ -1,6 +1,6 @@
 // The machine a kernel runs on: every thread of a threadgroup ("lane") is a fiber on its own stack. A lane runs until it
 // waits at a barrier or a simdgroup operation, returns, or fails; between waits the order of lanes is shuffled by a seed.
-// In check mode the compiler calls a hook (the interface of ThreadSanitizer) at every load and store.
+// In check mode the compiler calls a hook (the interface of the kernel's AddressSanitizer) at every load and store.
 #include <signal.h>
 #include <stddef.h>
 #include <string.h>
@@ -32,7 +32,7 @@ enum Kind : u32 {
   ENDLESS,
 };
 enum Detail : u32 {
-  NONE, READ, WRITE, LOCAL_ARRAY,                                       // of OUT_OF_BOUNDS, RACE, UNINITIALISED
+  NONE, READ, WRITE, ARRAY_INDEX,                                       // of OUT_OF_BOUNDS, RACE, UNINITIALISED
   SIMD_RETURNED, SIMD_ELSEWHERE, SIMD_INACTIVE, SIMD_MATRIX,            // of DIVERGENT_SIMD
   BARRIER_RETURNED, BARRIER_ELSEWHERE,                                  // of DIVERGENT_BARRIER
   SHIFT, OVERFLOW, DIVISION, MISALIGNED, CAST, OTHER_UNDEFINED,         // of UNDEFINED
@@ -44,7 +44,8 @@ struct Report {
   u32 kind, detail, lane, group[3];
   u32 other_lane, other_group, other_wrote, weak;  // the earlier access of a race
   int32_t buffer;
-  u32 line;  // where known without the pc
+  u32 line, other_line;  // where known without the pc
+  u32 padding;
   const char* file;
   const char* name;  // of a threadgroup variable
   u64 offset, size, pc, other_pc;
@@ -77,7 +78,7 @@ enum Order : u32 { ASCENDING, DESCENDING, RANDOM };
 // ---------------------------------------------------------------- state of the one launch that is running
 
 const int MAX_LANES = 1024, SIMD = 32;
-const size_t STACK = 256 * 1024, PAGE = 4096, ARENA = 256 * 1024, GUARD = 2ull << 30;
+const size_t STACK = 256 * 1024, PAGE = 4096, ARENA = 256 * 1024, THREADGROUP_MEMORY = 32 * 1024, GUARD = 2ull << 30;
 
 const u32 NO_FENCE = ~0u;
 enum State : u32 { READY, AT_SIMD, AT_BARRIER, RETURNED };
@@ -222,23 +223,25 @@ static bool meet_divergent(int simdgroup) {
   if (r) {
     r->size = __builtin_popcount(best);
     for (int i = first_of(simdgroup); i < end_of(simdgroup); ++i)
-      if (!(best >> (i % SIMD) & 1) && lanes[i].state != RETURNED) r->other_lane = i;
+      if (!(best >> (i % SIMD) & 1) && lanes[i].state != RETURNED) r->other_lane = i, r->other_line = lanes[i].site.line;
   }
   meet(simdgroup, best);
   return true;
 }
 
-static void spend() {
-  if (++accesses > launch->access_limit) {
-    add_report(ENDLESS, NONE, NO_BUFFER, 0, lanes[current].site.line);
-    abort_launch();
-  }
+static void spend(u64 pc) {
+  if (++accesses <= launch->access_limit) return;
+  if (pc)
+    add_report(ENDLESS, NONE, NO_BUFFER, pc);
+  else
+    report_at(ENDLESS, NONE, lanes[current]);
+  abort_launch();
 }
 
 static EmuMeeting* wait_for_simdgroup(EmuSite site, u32 fence) {
   Lane& lane = lanes[current];
   lane.site = site, lane.state = AT_SIMD, lane.fence = fence;
-  spend();
+  spend(0);
   if (!meet_if_together(current / SIMD)) yield();
   return lane.meeting;
 }
@@ -250,7 +253,7 @@ extern "C" void emu_simdgroup_barrier(EmuSite site, unsigned memory) { wait_for_
 extern "C" void emu_threadgroup_barrier(EmuSite site, unsigned memory) {
   lanes[current].site = site, lanes[current].state = AT_BARRIER;
   barrier_memory = memory;
-  spend();
+  spend(0);
   yield();
 }
 extern "C" void emu_simd_fault(EmuSimdFault fault, unsigned lane) {
@@ -268,7 +271,7 @@ static void pass_barrier(int waiting, int returned) {
     if (!first) first = &lane;
     if (!same_site(*first, lane)) {
       Report* r = report_at(DIVERGENT_BARRIER, BARRIER_ELSEWHERE, *first);
-      if (r) r->other_lane = i, r->size = lane.site.line;
+      if (r) r->other_lane = i, r->other_line = lane.site.line;
     }
     lane.state = READY;
   }
@@ -392,23 +395,21 @@ static void touch_traffic(u32 buffer, u64 offset, u64 n, bool write) {
   }
 }
 
-extern "C" void* emu_threadgroup_memory(unsigned id, size_t bytes, const char* name) {
+extern "C" void* emu_threadgroup_memory(unsigned id, size_t bytes, const char* name, EmuSite site) {
   if (id >= MAX_VARIABLES) return nullptr;
   Variable& v = variables[id];
-  if (!v.name) {
-    v = {(arena_end + 256 + 63) & ~63u, (u32)bytes, name};
-    if (v.offset + bytes > ARENA) {
-      if (Report* r = add_report(THREADGROUP_LIMIT, NONE, THREADGROUP_BUFFER, 0)) r->name = name, r->size = bytes;
-      abort_launch();
-    }
-    arena_end = v.offset + bytes;
-    memset(arena + v.offset, 0xff, bytes);
-    launch->threadgroup_memory += (bytes + 15) & ~15ull;
-    if (launch->threadgroup_memory > 32768)
-      if (Report* r = add_report(THREADGROUP_LIMIT, NONE, THREADGROUP_BUFFER, 0))
-        r->name = name, r->size = launch->threadgroup_memory;
+  if (v.name) return arena + v.offset;
+  u32 offset = (arena_end + 256 + 63) & ~63u;
+  launch->threadgroup_memory += (bytes + 15) & ~15ull;
+  if (launch->threadgroup_memory > THREADGROUP_MEMORY) {
+    lanes[current].site = site;
+    if (Report* r = report_at(THREADGROUP_LIMIT, NONE, lanes[current])) r->name = name, r->size = launch->threadgroup_memory;
   }
-  return arena + v.offset;
+  if (offset + bytes > ARENA) abort_launch();
+  v = {offset, (u32)bytes, name};
+  arena_end = offset + bytes;
+  memset(arena + offset, 0xff, bytes);
+  return arena + offset;
 }
 
 // ---------------------------------------------------------------- loads and stores (check mode)
@@ -450,7 +451,7 @@ static void access_arena(u64 at, u64 n, bool write, bool atomic, u64 pc) {
 }
 static void access_memory(u64 at, u64 n, bool write, bool atomic, u64 pc) {
   if (!launch || !launch->check || !n) return;
-  spend();
+  spend(pc);
   if (at - (u64)lanes[current].stack < STACK) return;
   if (at - (u64)arena < ARENA) return access_arena(at, n, write, atomic, pc);
   int i = buffer_of(at);
@@ -489,35 +490,27 @@ extern "C" void emu_atomic(const void* at, unsigned bytes, bool writes, const vo
   if (writes) access_atomic((u64)at, bytes, true, (u64)pc);
 }
 #define PC (u64) __builtin_return_address(0)
-#define HOOKS(N)                                                                                \
-  extern "C" void __tsan_read##N(void* at) { access_memory((u64)at, N, false, false, PC); }            \
-  extern "C" void __tsan_write##N(void* at) { access_memory((u64)at, N, true, false, PC); }            \
-  extern "C" void __tsan_unaligned_read##N(void* at) { access_memory((u64)at, N, false, false, PC); }  \
-  extern "C" void __tsan_unaligned_write##N(void* at) { access_memory((u64)at, N, true, false, PC); }  \
-  extern "C" void __tsan_read_write##N(void* at) {                                              \
-    access_memory((u64)at, N, false, false, PC);                                                       \
-    access_memory((u64)at, N, true, false, PC);                                                        \
-  }                                                                                             \
-  extern "C" void __tsan_unaligned_read_write##N(void* at) {                                    \
-    access_memory((u64)at, N, false, false, PC);                                                       \
-    access_memory((u64)at, N, true, false, PC);                                                        \
-  }
+#define HOOKS(N)                                                                                          \
+  extern "C" void __asan_load##N##_noabort(u64 at) { access_memory(at, N, false, false, PC); }            \
+  extern "C" void __asan_store##N##_noabort(u64 at) { access_memory(at, N, true, false, PC); }
 HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
-extern "C" void __tsan_init() {}
-extern "C" void* __tsan_memcpy(void* to, const void* from, u64 n) {
+extern "C" void __asan_loadN_noabort(u64 at, u64 n) { access_memory(at, n, false, false, PC); }
+extern "C" void __asan_storeN_noabort(u64 at, u64 n) { access_memory(at, n, true, false, PC); }
+extern "C" void* __asan_memcpy(void* to, const void* from, u64 n) {
   access_memory((u64)from, n, false, false, PC);
   access_memory((u64)to, n, true, false, PC);
   return memcpy(to, from, n);
 }
-extern "C" void* __tsan_memmove(void* to, const void* from, u64 n) {
+extern "C" void* __asan_memmove(void* to, const void* from, u64 n) {
   access_memory((u64)from, n, false, false, PC);
   access_memory((u64)to, n, true, false, PC);
   return memmove(to, from, n);
 }
-extern "C" void* __tsan_memset(void* to, int value, u64 n) {
+extern "C" void* __asan_memset(void* to, int value, u64 n) {
   access_memory((u64)to, n, true, false, PC);
   return memset(to, value, n);
 }
+extern "C" void __asan_handle_no_return() {}
 
 // ---------------------------------------------------------------- undefined behaviour
 
@@ -541,7 +534,7 @@ UNDEFINED_HANDLER(missing_return, OTHER_UNDEFINED, true)
 UNDEFINED_HANDLER(builtin_unreachable, OTHER_UNDEFINED, true)
 extern "C" void __ubsan_handle_out_of_bounds(void*) {
   if (!launch) return;
-  add_report(OUT_OF_BOUNDS, LOCAL_ARRAY, NO_BUFFER, PC);
+  add_report(OUT_OF_BOUNDS, ARRAY_INDEX, NO_BUFFER, PC);
   abort_launch();
 }
 
@@ -571,12 +564,12 @@ static void on_fault(int number, siginfo_t* info, void* context) {
   u64 pc = registers[REG_RIP] + 1, at = (u64)info->si_addr;
   bool memory = number == SIGSEGV || number == SIGBUS;
   int near = memory ? buffer_near(at) : NO_BUFFER;
-  bool known = false;  // the hook or the handler before the instruction has said it
-  for (u32 i = 0; i < launch->reports; ++i) known |= number == SIGFPE && launch->report[i].detail == DIVISION;
   if (near != NO_BUFFER) {
     if (Report* r = add_report(OUT_OF_BOUNDS, NONE, near, pc)) r->offset = at - (u64)launch->buffer[near].data;
   } else if (number == SIGFPE) {
-    if (!known) add_report(UNDEFINED, DIVISION, NO_BUFFER, pc);
+    add_report(UNDEFINED, DIVISION, NO_BUFFER, pc);
+  } else if (memory && info->si_code == SI_KERNEL) {  // an aligned move of an address that is not
+    add_report(UNDEFINED, MISALIGNED, NO_BUFFER, pc);
   } else {
     if (Report* r = add_report(CRASH, NONE, NO_BUFFER, pc)) r->offset = at, r->size = number;
   }
