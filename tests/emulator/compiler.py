@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 OLDEST_CLANG = 19
 EMULATOR = "emulator"
 """The file the emulator's own lines of a translation unit are counted in."""
-INSTALL = "pip install ziglang"
+INSTALL = "pip install ziglang pyelftools"
 
 CPU = "-march=x86-64-v3"
 LANGUAGE = (
@@ -87,11 +87,13 @@ class Compiler:
 
 def unavailable() -> str:
     """Why the emulator cannot run here, with what to do; empty where it can."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return "the Metal emulator runs on Linux x86-64"
+    if (sys.platform, platform.machine(), platform.libc_ver()[0]) != ("linux", "x86_64", "glibc"):
+        return "the Metal emulator runs on Linux x86-64 with glibc"
     if " avx2 " not in Path("/proc/cpuinfo").read_text():
         return "the Metal emulator needs a processor with AVX2"
-    return "" if find() else f"the Metal emulator needs clang {OLDEST_CLANG} or newer: {INSTALL}"
+    if util.find_spec("elftools") is None or find() is None:
+        return f"the Metal emulator needs clang {OLDEST_CLANG} or newer and pyelftools: {INSTALL}"
+    return ""
 
 
 @cache
@@ -182,7 +184,7 @@ def space_errors(source: str) -> list[tuple[str, int, str]]:
     return [(file, line, text) for file, line, text in json.loads(path.read_text())]
 
 
-COPIES = re.compile(r"no matching constructor for initialization of|no viable overloaded '='")
+COPIES = re.compile(r"no matching (constructor for init|conversion for functional-style cast)|no viable overloaded '='")
 """Clang has no copy of a struct from one address space to another; Metal has."""
 
 

@@ -8,8 +8,6 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 
-from elftools.elf.elffile import ELFFile
-
 
 class Kind(Enum):
     OUT_OF_BOUNDS = "out of bounds"
@@ -106,6 +104,8 @@ class Report:
 @cache
 def _lines(library: Path) -> tuple[list[int], list[tuple[str, int]]]:
     """Addresses in order, and the file and line from each on."""
+    from elftools.elf.elffile import ELFFile  # so that a machine without it can say so
+
     found: dict[int, tuple[str, int]] = {}
     with library.open("rb") as opened:
         for unit in ELFFile(opened).get_dwarf_info().iter_CUs():

@@ -104,6 +104,7 @@ static u64 accesses;
 static u32 group_number, group[3], epoch[2], barrier_memory, random_state;
 static EmuMeeting meetings[MAX_LANES / SIMD][2];  // a lane still reading one keeps the next but one from starting
 static u32 meeting_count[MAX_LANES / SIMD];
+static int waiting[MAX_LANES / SIMD], returned[MAX_LANES / SIMD];  // lanes of a simdgroup, for a meeting and for good
 extern "C" {
 EmuLane* emu_lane;
 }
@@ -117,6 +118,7 @@ static void yield() { emu_switch(&lanes[current].sp, scheduler_sp); }
 static void run_lane() {
   launch->entry(launch->arguments);
   lanes[current].state = RETURNED;
+  returned[current / SIMD]++;
   for (;;) yield();
 }
 [[noreturn]] static void abort_launch() {
@@ -126,7 +128,7 @@ static void run_lane() {
 
 static u32 random_below(u32 n) {
   random_state ^= random_state << 13, random_state ^= random_state >> 17, random_state ^= random_state << 5;
-  return random_state % n;
+  return (u64)random_state * n >> 32;
 }
 template <class T> static T min(T a, T b) { return b < a ? b : a; }
 template <class T> static void shuffle(T* items, u32 n) {
@@ -166,7 +168,8 @@ static Report* report_at(Kind kind, Detail detail, const Lane& lane) {
 // ---------------------------------------------------------------- simdgroup operations and barriers
 
 static bool same_site(const Lane& a, const Lane& b) {
-  return a.site.line == b.site.line && a.site.column == b.site.column && !strcmp(a.site.file, b.site.file);
+  if (a.site.line != b.site.line || a.site.column != b.site.column) return false;
+  return a.site.file == b.site.file || !strcmp(a.site.file, b.site.file);
 }
 static int first_of(int simdgroup) { return simdgroup * SIMD; }
 static int end_of(int simdgroup) { return min(live, simdgroup * SIMD + SIMD); }
@@ -180,6 +183,7 @@ static void meet(int simdgroup, u32 present) {
     Lane& lane = lanes[first_of(simdgroup) + i];
     memcpy(m.brought[i], lane.brought, sizeof lane.brought);
     lane.meeting = &m, lane.state = READY, lane.met++;
+    waiting[simdgroup]--;
     if (lane.fence == NO_FENCE) continue;
     lane.epoch[0] += (lane.fence & EMU_DEVICE) != 0, lane.epoch[1] += (lane.fence & EMU_THREADGROUP) != 0;
   }
@@ -187,23 +191,18 @@ static void meet(int simdgroup, u32 present) {
 
 // All that have not returned wait at one site.
 static bool meet_if_together(int simdgroup) {
-  u32 present = 0, returned = 0;
+  u32 present = 0;
   Lane* first = nullptr;
   for (int i = first_of(simdgroup); i < end_of(simdgroup); ++i) {
     Lane& lane = lanes[i];
-    if (lane.state == RETURNED) {
-      returned++;
-      continue;
-    }
+    if (lane.state == RETURNED) continue;
     if (lane.state != AT_SIMD || (first && !same_site(*first, lane))) return false;
     if (!first) first = &lane;
     present |= 1u << (i % SIMD);
   }
   if (!first) return false;
-  if (returned) {
-    Report* r = report_at(DIVERGENT_SIMD, SIMD_RETURNED, *first);
-    if (r) r->size = returned;
-  }
+  if (returned[simdgroup])
+    if (Report* r = report_at(DIVERGENT_SIMD, SIMD_RETURNED, *first)) r->size = returned[simdgroup];
   meet(simdgroup, present);
   return true;
 }
@@ -242,7 +241,9 @@ static EmuMeeting* wait_for_simdgroup(EmuSite site, u32 fence) {
   Lane& lane = lanes[current];
   lane.site = site, lane.state = AT_SIMD, lane.fence = fence;
   spend(0);
-  if (!meet_if_together(current / SIMD)) yield();
+  int simdgroup = current / SIMD;
+  if (++waiting[simdgroup] + returned[simdgroup] == end_of(simdgroup) - first_of(simdgroup)) meet_if_together(simdgroup);
+  yield();
   return lane.meeting;
 }
 extern "C" EmuMeeting* emu_meet(EmuSite site, const void* brought, unsigned bytes) {
@@ -263,7 +264,7 @@ extern "C" void emu_simd_fault(EmuSimdFault fault, unsigned lane) {
 extern "C" void emu_matrix_multiplied() { launch->matrix_ops++; }
 
 // All lanes wait at a barrier or have returned.
-static void pass_barrier(int waiting, int returned) {
+static void pass_barrier(int gone) {
   Lane* first = nullptr;
   for (int i = 0; i < live; ++i) {
     Lane& lane = lanes[i];
@@ -275,10 +276,8 @@ static void pass_barrier(int waiting, int returned) {
     }
     lane.state = READY;
   }
-  if (returned) {
-    Report* r = report_at(DIVERGENT_BARRIER, BARRIER_RETURNED, *first);
-    if (r) r->size = returned;
-  }
+  if (gone)
+    if (Report* r = report_at(DIVERGENT_BARRIER, BARRIER_RETURNED, *first)) r->size = gone;
   if (barrier_memory & EMU_DEVICE) epoch[0]++;
   if (barrier_memory & EMU_THREADGROUP) epoch[1]++;
   launch->barriers++;
@@ -651,6 +650,7 @@ static void start_group(u32 number, const u32 groups[3]) {
     full *= launch->threadgroup[d];
   }
   live = size[0] * size[1] * size[2];
+  memset(waiting, 0, sizeof waiting), memset(returned, 0, sizeof returned);
   for (const Variable& v : variables)
     if (v.name) memset(arena + v.offset, 0xff, v.size);
   for (int i = 0; i < live; ++i) {
@@ -691,11 +691,11 @@ static void run_group() {
     bool met = false;
     for (int s = 0; s < simdgroups; ++s) met |= meet_if_together(s);  // some have returned meanwhile
     if (met) continue;
-    int waiting = 0, returned = 0;
-    for (int i = 0; i < live; ++i) waiting += lanes[i].state == AT_BARRIER, returned += lanes[i].state == RETURNED;
-    if (returned == live) return;
-    if (waiting + returned == live) {
-      pass_barrier(waiting, returned);
+    int stopped = 0, gone = 0;
+    for (int i = 0; i < live; ++i) stopped += lanes[i].state == AT_BARRIER, gone += lanes[i].state == RETURNED;
+    if (gone == live) return;
+    if (stopped + gone == live) {
+      pass_barrier(gone);
       continue;
     }
     for (int s = 0; s < simdgroups; ++s) meet_divergent(s);
