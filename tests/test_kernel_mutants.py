@@ -42,6 +42,13 @@ MUTANTS: dict[str, list[Edit]] = {
     ),
     "rows_attention": [
         *edits(
+            "rows_attention_merge",
+            ("c < CHUNKS", "c < CHUNKS - 1", 1),
+            ("row % G) * M + row / G", "row / G) * M + row % G"),
+            ("value / sum", "value"),
+            ("exp2(maximum[at] - highest)", "1.0f"),
+        ),
+        *edits(
             "rows_attention",
             (BARRIER, ""),
             (BARRIER, "", 1),
@@ -61,13 +68,6 @@ MUTANTS: dict[str, list[Edit]] = {
                 "float4(elements(out[2 * d]), elements(out[2 * d + 1]))",
                 "float4(elements(out[2 * d + 1]), elements(out[2 * d]))",
             ),
-        ),
-        *edits(
-            "rows_attention_merge",
-            ("c < CHUNKS", "c < CHUNKS - 1", 1),
-            ("row % G) * M + row / G", "row / G) * M + row % G"),
-            ("value / sum", "value"),
-            ("exp2(maximum[at] - highest)", "1.0f"),
         ),
     ],
     "gdn_verify": edits(
@@ -103,31 +103,35 @@ MUTANTS: dict[str, list[Edit]] = {
     ),
     "head_topk": [
         *edits(
+            "head_topk_merge",
+            ("id_a < id_b", "id_a > id_b"),
+            ("i < SPANS * TOP", "i + 32 < SPANS * TOP"),
+            ("real ? ids[at]", "real ? i + lane"),
+            ("span < SPANS", "true"),
+            ("(i + lane) % TOP", "lane % TOP"),
+        ),
+        *edits(
             "head_topk",
             (BARRIER, ""),
             (BARRIER, "", 1),
             ("id < N", "id <= N"),
             ("id % 32) & 1", "id % 31) & 1"),
             ("m % MASK_ROWS", "0"),
-            ("id_a < id_b", "id_a > id_b"),
             ("lane == 0 || ", ""),
-            ("simd_broadcast(id, K - 1)", "simd_broadcast(id, 0)"),
             ("simd_broadcast(value, K - 1)", "simd_broadcast(value, 0)"),
             ("tile < 8", "tile < 7"),
             ("simdgroup + 8 * j", "simdgroup * MT + j", 1),
             ("lane < 8 * NT && id < N", "id < N"),
-            ("if (m < M) {", "{"),
+            ("m < M && lane < TOP", "lane < TOP"),
             ("acc.clear();", ""),
-        ),
-        *edits(
-            "head_topk_merge",
-            ("i < SPANS * TOP", "i + 32 < SPANS * TOP"),
-            ("real ? ids[at]", "real ? i + lane"),
-            ("span < SPANS", "true"),
-            ("(i + lane) % TOP", "lane % TOP"),
         ),
     ],
     "head_argmax": [
+        *edits(
+            "head_topk_merge",
+            ("best.offer(real ? values[at]", "best.offer(real ? values[0]"),
+            ("m * TOP + lane] = int", "lane] = int"),
+        ),
         *edits(
             "head_topk",
             (BARRIER, ""),
@@ -138,11 +142,6 @@ MUTANTS: dict[str, list[Edit]] = {
             ("offered == top ? offered_id", "offered != top ? offered_id"),
             ("logits[tile][m * 8 * NT + lane]", "logits[tile][lane * MT * 8 + m]"),
         ),
-        *edits(
-            "head_topk_merge",
-            ("best.offer(real ? values[at]", "best.offer(real ? values[0]"),
-            ("m * TOP + lane] = int", "lane] = int"),
-        ),
     ],
     "inject": [
         *edits(
@@ -151,7 +150,6 @@ MUTANTS: dict[str, list[Edit]] = {
             ("{h + H, H}", "{h, H}"),
             ("n0 >= N", "n0 > N"),
             ("simd_sum(squares)", "squares"),
-            ("n < N ? w.at", "n <= N ? w.at"),
             ("m < M ? x.at", "m <= M ? x.at"),
         ),
         *edits(
@@ -180,6 +178,7 @@ MUTANTS: dict[str, list[Edit]] = {
             ("k < K && j < K", "k <= K && j < K"),
             ("candidates, hiddens", "hiddens, candidates"),
             ("s < SPLIT", "s <= SPLIT"),
+            ("n < N ? w.at", "n <= N ? w.at"),
             ("step * 32 + 4 * row", "step * 32 + 4 * column"),
         ),
         *edits(
@@ -214,9 +213,17 @@ def test_every_kernel_has_its_mutants() -> None:
     assert min(map(len, MUTANTS.values())) >= 6
 
 
+QUICK = 10
+"""Mutants of a kernel that are tried on every change; `make test-long` tries all."""
+
+
 @pytest.mark.parametrize(
     ("module", "edit"),
-    [(module, edit) for module in MODULES for edit in MUTANTS[name(module)]],
+    [
+        pytest.param(module, edit, marks=[pytest.mark.slow] if i >= QUICK else [])
+        for module in MODULES
+        for i, edit in enumerate(MUTANTS[name(module)])
+    ],
     ids=lambda value: f"{value.old} -> {value.new or 'nothing'}" if isinstance(value, Edit) else name(value),
 )
 def test_a_broken_kernel_is_noticed(module: Any, edit: Edit) -> None:
