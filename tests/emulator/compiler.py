@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,8 @@ EMULATOR = "emulator"
 """The file the emulator's own lines of a translation unit are counted in."""
 INSTALL = "pip install ziglang pyelftools"
 
+FORGOTTEN_AFTER = 30 * 24 * 3600.0
+"""Seconds; looked at when the emulator itself has changed."""
 CPU = "-march=x86-64-v3"
 LANGUAGE = (
     *("-x", "c++", "-std=c++14", "-nostdinc", f"-I{HERE / 'include'}", "-Wno-everything", CPU),
@@ -141,6 +144,7 @@ def runtime() -> Path:
     key = _key(compiler.version, _own_text())
 
     def build(target: Path) -> None:
+        _forget_the_old()
         with tempfile.TemporaryDirectory(dir=folder()) as scratch:
             unit = Path(scratch) / "runtime.o"
             flags = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fno-exceptions", "-fno-rtti", "-w")
@@ -251,6 +255,12 @@ def _kept(name: str, build: Callable[[Path], None]) -> Path:
         finally:
             Path(scratch).unlink(missing_ok=True)
     return path
+
+
+def _forget_the_old() -> None:
+    for path in folder().glob("*.*"):
+        if path.is_file() and time.time() - path.stat().st_mtime > FORGOTTEN_AFTER:
+            path.unlink(missing_ok=True)
 
 
 def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) -> None:
