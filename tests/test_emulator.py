@@ -131,11 +131,12 @@ def test_vectors() -> None:
     packed_float3 p = packed_float3(float3(1, 2, 3));
     y[6] = sizeof(p) + p[2] + sizeof(float3);
     uint4 q = *(const device uint4*)(x + 4);
-    y[7] = q.w;
+    using F2 = vec<float, 2>;
+    y[7] = q.w + F2(x[1], x[2]).y;
     """
     x = mx.arange(8, dtype=mx.uint32)
     (y,) = clean(source, [x], [((8,), mx.float32)], 1, 1)
-    assert y.tolist() == [1 + 4 + 21 + 28, 2.5 + 2.5 + 2, 3, 7, 1.5, 2, 12 + 3 + 16, 7]
+    assert y.tolist() == [1 + 4 + 21 + 28, 2.5 + 2.5 + 2, 3, 7, 1.5, 2, 12 + 3 + 16, 9]
 
 
 def test_numbers() -> None:
@@ -527,6 +528,29 @@ BROKEN = [
         report={"weak": False},
     ),
     Broken(
+        *("a simdgroup barrier when another simdgroup has read", Kind.RACE),
+        TILE + f"if (i == 0) tile[0] = 1;\n{BARRIER}\nfloat v = tile[0]; // there\n"
+        "simdgroup_barrier(mem_flags::mem_threadgroup);\nif (i == 40) tile[0] = 2; // here\ny[i] = v;",
+        ("simdgroup_barrier", "threadgroup_barrier"),
+        *(WRITE, 40, 31),
+        report={"other_wrote": False, "weak": False},
+    ),
+    Broken(
+        *("a simdgroup barrier of the other memory", Kind.RACE),
+        TILE + "tile[i] = i; // there\nsimdgroup_barrier(mem_flags::mem_device);\ny[i] = tile[i ^ 1]; // here",
+        ("mem_device", "mem_threadgroup"),
+        *(READ, 0, 1),
+        report={"weak": True},
+    ),
+    Broken(
+        *("device memory behind a barrier of threadgroup memory", Kind.RACE),
+        INDEX + f"y[i] = i; // there\n{BARRIER}\ny1[i] = y[63 - i]; // here",
+        ("mem_threadgroup", "mem_device"),
+        *(READ, 0, 63),
+        report={"buffer": "y"},
+        call={"outputs": [((LANES,), mx.float32)] * 2},
+    ),
+    Broken(
         *("an atomic and a plain access", Kind.RACE),
         INDEX
         + "threadgroup atomic<uint> n;\nif (i == 0) atomic_store_explicit(&n, 0u, memory_order_relaxed);\n"
@@ -788,12 +812,11 @@ def test_poison_in_an_output_nobody_wrote_is_not_a_number_in_fast_mode() -> None
 
 
 def test_a_report_reads_as_one_finding() -> None:
-    source = TILE + "tile[i] = i;\ny[i] = tile[i ? i - 1 : 0];"
-    _, result = run(source, order="ascending")
-    assert [str(report) for report in result.reports] == [
-        "case:4: y[i] = tile[i ? i - 1 : 0];\n"
-        "    race (read), tile at byte 0, 4 bytes, lane 1 of threadgroup (0, 0, 0), lane 0 of threadgroup (0, 0, 0) wrote it at case:3 with no barrier between"
-    ]
+    _, result = run(TILE + "tile[i] = i;\ny[i] = tile[i ? i - 1 : 0];", order="ascending")
+    found = "race (read), tile at byte 0, 4 bytes, lane 1 of threadgroup (0, 0, 0)"
+    other = "lane 0 of threadgroup (0, 0, 0) wrote it at case:3 with no barrier between"
+    read = f"case:4: y[i] = tile[i ? i - 1 : 0];\n    {found}, {other}"
+    assert [str(report) for report in result.reports] == [read]
 
 
 @pytest.mark.parametrize(

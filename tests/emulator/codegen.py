@@ -191,22 +191,29 @@ def _function_name(
 
 
 class Rewriter:
-    """What macros cannot say: variables of a threadgroup, literals of half, vec<T, n>(...)."""
+    """What macros cannot say: variables of a threadgroup, literals of half, vec<T, n>(...) and names of such types."""
 
     VARIABLE = re.compile(
         r"\bthreadgroup\s+(?P<type>(?:alignas\s*\([^)]*\)\s*)?[A-Za-z_][\w:]*(?:\s*<[^;{}()]*?>)?)\s+"
         r"(?P<names>[A-Za-z_]\w*(?:\s*\[[^;{}]*?\])*(?:\s*,\s*[A-Za-z_]\w*(?:\s*\[[^;{}]*?\])*)*)\s*;"
     )
     HALF = re.compile(r"(?<![\w.])(\d+\.\d*|\.\d+|\d+)h\b")
-    VECTOR = re.compile(r"(?<![\w:])(metal::)?vec\s*<\s*([\w:]+)\s*,\s*(\w+)\s*>\s*\(")
+    VECTOR = re.compile(r"(?<![\w:])(?:metal::)?vec\s*<\s*([\w:]+)\s*,\s*(\w+)\s*>\s*\(")
+    ALIAS = re.compile(
+        r"\busing\s+(\w+)\s*=\s*(?:metal::)?(?:vec\s*<|u?(?:char|short|int|long)[234]|b?(?:float|half)[234])"
+    )
 
     def __init__(self, spaces: bool) -> None:
         self.spaces = spaces
         self.variables = 0
+        self.aliases: set[str] = set()
 
     def __call__(self, source: str) -> str:
         source = self.HALF.sub(lambda m: f"half({m[1] if '.' in m[1] else m[1] + '.'}f)", source)
-        source = self.VECTOR.sub(r"emu::make<metal::vec<\2, \3>>(", source)
+        source = self.VECTOR.sub(r"emu::make<metal::vec<\1, \2>>(", source)
+        self.aliases |= set(self.ALIAS.findall(source))
+        for alias in self.aliases:
+            source = re.sub(rf"(?<![\w:]){alias}\s*\(", f"emu::make<{alias}>(", source)
         return self.VARIABLE.sub(self._declare, source)
 
     def _declare(self, found: re.Match[str]) -> str:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,8 @@ EMULATOR = "emulator"
 """The file the emulator's own lines of a translation unit are counted in."""
 INSTALL = "pip install ziglang pyelftools"
 
+FORGOTTEN_AFTER = 30 * 24 * 3600.0
+"""Seconds; looked at when the emulator itself has changed."""
 CPU = "-march=x86-64-v3"
 LANGUAGE = (
     *("-x", "c++", "-std=c++14", "-nostdinc", f"-I{HERE / 'include'}", "-Wno-everything", CPU),
@@ -69,6 +72,10 @@ MODES: dict[Mode, tuple[str, ...]] = {
 SPACES = ("-DEMU_ADDRESS_SPACES", "-O0", "-S", "-emit-llvm", "-o", "-", "-ferror-limit=30")
 """The pass that reads the same source with address spaces as types of their own."""
 WARNINGS = ("-Wuninitialized", "-Wsometimes-uninitialized", "-Wreturn-type")
+
+
+SONAME = "-soname=lisa-emulator.so"
+"""A kernel finds the runtime, which is loaded before it, by this name: whichever version of it."""
 
 
 class CompileError(Exception):
@@ -138,19 +145,19 @@ def folder() -> Path:
 def runtime() -> Path:
     """The machine every kernel runs on, as a shared object."""
     compiler = _found()
-    key = _key(compiler.version, _own_text())
+    own = (HERE / "runtime.cpp").read_text()
 
     def build(target: Path) -> None:
+        _forget_the_old()
         with tempfile.TemporaryDirectory(dir=folder()) as scratch:
             unit = Path(scratch) / "runtime.o"
             flags = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fno-exceptions", "-fno-rtti", "-w")
             caches = {f"ZIG_{kind}_CACHE_DIR": str(folder() / "zig") for kind in ("GLOBAL", "LOCAL")}
             _run([*compiler.runtime, *flags, "-c", str(HERE / "runtime.cpp"), "-o", str(unit)], env=os.environ | caches)
-            soname = f"-soname={_runtime_name(key)}"
-            named = soname if "ld.lld" in compiler.link else f"-Wl,{soname}"
+            named = SONAME if "ld.lld" in compiler.link else f"-Wl,{SONAME}"
             _run([*compiler.link, named, str(unit), "-o", str(target)])
 
-    return _kept(_runtime_name(key), build)
+    return _kept(f"runtime-{_key(compiler.version, _library(), own)}.so", build)
 
 
 def kernel(source: str, mode: Mode) -> Path:
@@ -168,7 +175,7 @@ def kernel(source: str, mode: Mode) -> Path:
             _run([*compiler.kernels, *flags, "-c", "-", "-o", str(unit)], source)
             _run([*compiler.link, str(unit), str(machine), "-o", str(target)])
 
-    return _kept(f"{mode}-{_key(compiler.version, _own_text(), *flags, source)}.so", build)
+    return _kept(f"{mode}-{_key(compiler.version, _library(), *flags, source)}.so", build)
 
 
 def space_errors(source: str) -> list[tuple[str, int, str]]:
@@ -180,7 +187,7 @@ def space_errors(source: str) -> list[tuple[str, int, str]]:
         done = subprocess.run([*compiler.kernels, *flags, "-"], input=source, capture_output=True, text=True)
         target.write_text(json.dumps(_errors(done.stderr) + _casts(done.stdout)))
 
-    path = _kept(f"spaces-{_key(compiler.version, _own_text(), *flags, source)}.json", build)
+    path = _kept(f"spaces-{_key(compiler.version, _library(), *flags, source)}.json", build)
     return [(file, line, text) for file, line, text in json.loads(path.read_text())]
 
 
@@ -225,17 +232,13 @@ def _found() -> Compiler:
 
 
 @cache
-def _own_text() -> str:
-    files = [HERE / "runtime.cpp", *sorted((HERE / "include").rglob("*"))]
-    return "".join(path.read_text() for path in files if path.is_file())
+def _library() -> str:
+    """The text of Metal's library as the emulator has it."""
+    return "".join(path.read_text() for path in sorted((HERE / "include").rglob("*")) if path.is_file())
 
 
 def _key(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-def _runtime_name(key: str) -> str:
-    return f"runtime-{key}.so"
 
 
 def _kept(name: str, build: Callable[[Path], None]) -> Path:
@@ -251,6 +254,12 @@ def _kept(name: str, build: Callable[[Path], None]) -> Path:
         finally:
             Path(scratch).unlink(missing_ok=True)
     return path
+
+
+def _forget_the_old() -> None:
+    for path in folder().glob("*.*"):
+        if path.is_file() and time.time() - path.stat().st_mtime > FORGOTTEN_AFTER:
+            path.unlink(missing_ok=True)
 
 
 def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) -> None:
