@@ -46,7 +46,7 @@ bench: setup
 	$(BIN)/python -m bench.plain --save
 	@if [ "$$(uname -s)" = Linux ]; then $(BIN)/python -m bench.blas --save; fi
 	$(BIN)/lisa bench smollm2-135m --drafters ngram --save
-	@if [ "$$(uname -s)-$$(uname -m)" = Darwin-arm64 ]; then $(BIN)/python -m bench.claim; fi
+	@if [ "$$(uname -s)-$$(uname -m)" = Darwin-arm64 ]; then $(BIN)/python -m bench.claim; $(BIN)/python -m bench.kernels; fi
 	$(BIN)/python -m bench.report
 
 clean:

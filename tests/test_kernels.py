@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from lab import MODULES, Lab, cases, error, label, name, reference, same_bits
 
+from bench import kernels as bench
 from lisa.metal import (
     NONE,
     Kernels,
@@ -223,6 +224,37 @@ def test_tiles_of_keys_and_values_fit_a_threadgroup_for_every_head() -> None:
     for d in (64, 96, 128, 160, 192, 256):
         for dtype in (mx.float32, mx.float16, mx.bfloat16):
             assert 2 * rows_attention.tile_keys(d, dtype) * d * dtype.size <= 32768
+
+
+# ---- the bench
+
+
+def test_the_bench_counts_what_a_kernel_moves() -> None:
+    arguments = rows_qmm.example(3, 64, 32, 4, 32, mx.float16)
+    row = bench.count(rows_qmm, "rows_qmm", 3, 4, "tiny", arguments)
+    weight = arguments["weight"]
+    floor = sum(a.nbytes for a in (arguments["x"], weight.w, weight.scales, weight.biases)) + 3 * 32 * 2
+    assert (row["case"], row["rows"], row["bits"], row["refetch"], row["barriers"]) == ("tiny", 3, 4, 1.0, 1)
+    assert row["floor_bytes"] == row["bytes"] == floor
+    assert row["threadgroup_bytes"] == 64 * 4 * 4
+
+
+def test_the_bench_compares_with_stock_by_the_clock_it_is_given() -> None:
+    # Seven rounds of two readings for the kernel, then as many for stock, which takes twice as long here.
+    ticks = iter([t for round_ in range(7) for t in (round_, round_ + 0.5)] + [t for r in range(7) for t in (r, r + 1)])
+    arguments = rows_qmm.example(2, 64, 16, 4, 32, mx.float16)
+    row = bench.timed(rows_qmm, "rows_qmm", arguments, Lab().kernels, 1e3, together=1, clock=lambda: float(next(ticks)))
+    assert (row["ms"], row["stock_ms"], row["ratio"]) == (500.0, 1000.0, 2.0)
+    assert row["percent"] == round(100 * row["floor_bytes"] / 0.5 / 1e3, 1)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name)
+def test_the_bench_has_shapes_and_a_stock_way_for_every_kernel(module: Any) -> None:
+    label, _, arguments = next(bench.shapes(name(module), 2, 16))
+    stock = bench.stock(name(module))(**arguments)
+    shapes = [a.shape for a in (stock if isinstance(stock, tuple) else (stock,))]
+    wanted = [a.shape for a in reference(module, arguments)]
+    assert label and shapes == wanted[: len(shapes)]
 
 
 # ---- what may run

@@ -196,10 +196,12 @@ ONCE = ("w", "scales", "biases")
 def example(
     rows: int, hidden: int, vocab: int, bits: int, group_size: int, dtype: mx.Dtype, masked: bool = False, pad: int = 0
 ) -> dict[str, Any]:
-    """Every row of the head stands in it twice, so that there are ties; `pad` rows of it are no tokens."""
+    """Every row of the head stands in it twice, so that there are ties; `pad` rows of it are no tokens. Masked, half of
+    the tokens are allowed, and in the last row none."""
     made = rows_qmm.example(rows, hidden, vocab + pad, bits, group_size, dtype)
     weight = made["weight"].dequantized()[mx.arange(vocab + pad) % (vocab // 2)]
     words = mx.random.randint(0, 1 << 16, (rows, -(-vocab // 32)), key=mx.random.key(7)).astype(mx.uint32)
+    words[-1] = 0
     head = Packed.quantized(weight.astype(dtype), group_size, bits)
     return {"x": made["x"], "head": head, "vocab": vocab, "mask": words if masked else None}
 
@@ -227,8 +229,8 @@ def _case(
 CASES = (
     _case(1, 128, 300, 4, 64, mx.float32, k=16, pad=20),
     _case(16, 128, 290, 4, 32, mx.float32, k=5, masked=True),
-    _case(9, 64, 270, 8, 64, mx.float16, k=32),
-    _case(3, 256, 40, 8, 128, mx.bfloat16, k=20, masked=True),
+    _case(9, 64, 46, 8, 64, mx.float16, k=32),
+    _case(3, 128, 520, 8, 128, mx.bfloat16, k=20, masked=True),
     *(
         _case(rows, 192, 600, bits, 64, dtype, k=16, masked=rows % 2 == 0, pad=8, long=True)
         for rows in range(1, 17)

@@ -141,7 +141,7 @@ def _case(slots: int, k: int, hidden: int, temperature: float = 0.0, long: bool 
 
 CASES = (
     _case(15, 16, 96),
-    _case(3, 5, 288, 0.7),
+    _case(7, 5, 288, 3.0),
     _case(1, 8, 64),
     *(_case(slots, 16, 160, t, long=True) for slots in range(1, 16) for t in (0.0, 1.0)),
 )

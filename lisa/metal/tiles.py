@@ -107,8 +107,7 @@ struct Rows {
   const device T* x;
   uint width;
   float4 at(uint m, uint k) {
-    const vec<T, 4> four = ((const device vec<T, 4>*)x)[(m * width + k) / 4];
-    return float4(float(four[0]), float(four[1]), float(four[2]), float(four[3]));
+    return float4(((const device vec<T, 4>*)x)[(m * width + k) / 4]);
   }
 };
 

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from .compiler import EMULATOR
+
 METAL_KERNEL = mx.fast.metal_kernel
 """MLX's own, whatever `install` puts in its place."""
 
@@ -89,8 +91,12 @@ class Text:
 
     @property
     def metal(self) -> str:
-        """What MLX hands to Metal's compiler, without MLX's own utilities and the instantiation of the template."""
-        return f"{self.header}{self._signature(self.function)}{self.source}\n}}\n"
+        """What MLX hands to Metal's compiler after its own utilities."""
+        text = f"{self.header}{self._signature(self.function)}{self.source}\n}}\n"
+        if not self.template:
+            return text
+        instance = f"{self.function}{self._values()}"
+        return f'{text}\ntemplate [[host_name("{self.function}")]] [[kernel]] decltype({instance}) {instance};\n'
 
     def cpp(self, spaces: bool = False) -> str:
         """The translation unit clang compiles; `spaces`: for the pass that only checks address spaces."""
@@ -105,7 +111,7 @@ class Text:
                 f'{self._signature("emu_kernel")}\n#line 1 "{self.name}"',
                 rewrite(self.source),
                 "}",
-                '#line 1 "emulator"',
+                f'#line 1 "{EMULATOR}"',
                 'extern "C" const char __ehdr_start;',
                 'extern "C" const char* emu_base() { return &__ehdr_start; }',
                 f'extern "C" void emu_entry(void** buffers) {{ emu_kernel{self._values()}({self._call(spaces)}); }}',
@@ -114,10 +120,7 @@ class Text:
         )
 
     def _values(self) -> str:
-        return (
-            f"<{', '.join(TYPES[v] if isinstance(v, mx.Dtype) else str(v).lower() for _, v in self.template)}>"
-            * bool(self.template)
-        )
+        return f"<{', '.join(_value(value) for _, value in self.template)}>" if self.template else ""
 
     def _signature(self, function: str) -> str:
         kinds = ", ".join(f"{_kind(value)} {name}" for name, value in self.template)
@@ -136,6 +139,10 @@ class Text:
 
 def _kind(value: Any) -> str:
     return "typename" if isinstance(value, mx.Dtype) else "bool" if isinstance(value, bool) else "int"
+
+
+def _value(value: Any) -> str:
+    return TYPES[value] if isinstance(value, mx.Dtype) else str(int(value))
 
 
 def generate(
@@ -176,7 +183,7 @@ def _function_name(
     inputs: Sequence[tuple[str, mx.Dtype, int, int]],
     outputs: Sequence[tuple[str, mx.Dtype]],
 ) -> str:
-    values = [TYPES[value] if isinstance(value, mx.Dtype) else str(int(value)) for _, value in template]
+    values = [_value(value) for _, value in template]
     parts = [name, *(["_" + "_".join(values).replace("-", "_")] if values else [])]
     for _, dtype, ndim, size in inputs:
         parts.append(TYPES[dtype] + ("s" if ndim == 0 else "c" if size < SMALL else ""))
@@ -184,22 +191,29 @@ def _function_name(
 
 
 class Rewriter:
-    """What macros cannot say: variables of a threadgroup, literals of half, vec<T, n>(...)."""
+    """What macros cannot say: variables of a threadgroup, literals of half, vec<T, n>(...) and names of such types."""
 
     VARIABLE = re.compile(
         r"\bthreadgroup\s+(?P<type>(?:alignas\s*\([^)]*\)\s*)?[A-Za-z_][\w:]*(?:\s*<[^;{}()]*?>)?)\s+"
         r"(?P<names>[A-Za-z_]\w*(?:\s*\[[^;{}]*?\])*(?:\s*,\s*[A-Za-z_]\w*(?:\s*\[[^;{}]*?\])*)*)\s*;"
     )
     HALF = re.compile(r"(?<![\w.])(\d+\.\d*|\.\d+|\d+)h\b")
-    VECTOR = re.compile(r"(?<![\w:])(metal::)?vec\s*<\s*([\w:]+)\s*,\s*(\w+)\s*>\s*\(")
+    VECTOR = re.compile(r"(?<![\w:])(?:metal::)?vec\s*<\s*([\w:]+)\s*,\s*(\w+)\s*>\s*\(")
+    ALIAS = re.compile(
+        r"\busing\s+(\w+)\s*=\s*(?:metal::)?(?:vec\s*<|u?(?:char|short|int|long)[234]|b?(?:float|half)[234])"
+    )
 
     def __init__(self, spaces: bool) -> None:
         self.spaces = spaces
         self.variables = 0
+        self.aliases: set[str] = set()
 
     def __call__(self, source: str) -> str:
         source = self.HALF.sub(lambda m: f"half({m[1] if '.' in m[1] else m[1] + '.'}f)", source)
-        source = self.VECTOR.sub(r"emu::make<metal::vec<\2, \3>>(", source)
+        source = self.VECTOR.sub(r"emu::make<metal::vec<\1, \2>>(", source)
+        self.aliases |= set(self.ALIAS.findall(source))
+        for alias in self.aliases:
+            source = re.sub(rf"(?<![\w:]){alias}\s*\(", f"emu::make<{alias}>(", source)
         return self.VARIABLE.sub(self._declare, source)
 
     def _declare(self, found: re.Match[str]) -> str:
@@ -208,9 +222,11 @@ class Rewriter:
         for variable in re.split(r",(?![^\[]*\])", found["names"]):
             name, dimensions = re.fullmatch(r"\s*(\w+)\s*(.*?)\s*", variable, re.DOTALL).groups()  # type: ignore[union-attr]
             if self.spaces:
-                declared.append(f"static threadgroup {kind} {name}{dimensions};")
+                declared.append(f"extern threadgroup {kind} {name}{dimensions};")
             else:
-                declared.append(f'auto& {name} = *emu::shared<{kind} {dimensions}>({self.variables}, "{name}");')
+                made = f"emu_variable_{self.variables}"
+                declared.append(f"typedef {kind} {made}{dimensions};")
+                declared.append(f'auto& {name} = *emu::shared<{made}>({self.variables}, "{name}");')
             self.variables += 1
         # A declaration over several lines keeps the numbers of the lines after it.
         return " ".join(declared) + "\n" * (found[0].count("\n") - "".join(declared).count("\n"))

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -24,12 +25,24 @@ Mode = Literal["check", "fast"]
 
 HERE = Path(__file__).parent
 OLDEST_CLANG = 19
-INSTALL = "pip install ziglang"
+EMULATOR = "emulator"
+"""The file the emulator's own lines of a translation unit are counted in."""
+INSTALL = "pip install ziglang pyelftools"
 
+FORGOTTEN_AFTER = 30 * 24 * 3600.0
+"""Seconds; looked at when the emulator itself has changed."""
 CPU = "-march=x86-64-v3"
 LANGUAGE = (
     *("-x", "c++", "-std=c++14", "-nostdinc", f"-I{HERE / 'include'}", "-Wno-everything", CPU),
-    *("-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=on"),
+    *(
+        "-fPIC",
+        "-fno-exceptions",
+        "-fno-rtti",
+        "-fno-strict-aliasing",
+        "-fno-math-errno",
+        "-fno-optimize-sibling-calls",
+        "-ffp-contract=on",
+    ),
     "-flax-vector-conversions=none",
     # Each half and bfloat operation rounds, and 1.0 is a float, as on the GPU.
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
@@ -39,17 +52,30 @@ LINES = ("-gline-tables-only", "-gdwarf-4")
 UNDEFINED = (
     "alignment,bounds,float-cast-overflow,integer-divide-by-zero,return,shift,signed-integer-overflow,unreachable"
 )
+HOOKS = (
+    *("instrumentation-with-call-threshold=0", "max-ins-per-bb=1000000", "opt-same-temp=0", "stack=0", "globals=0"),
+    "kernel-mem-intrinsic-prefix=1",
+)
+"""A call of the runtime at every load and store, and nothing else of AddressSanitizer."""
 MODES: dict[Mode, tuple[str, ...]] = {
     "check": (
         *("-O1", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops", "-ftrivial-auto-var-init=pattern"),
-        *(f"-fsanitize=thread,{UNDEFINED}", "-fsanitize-recover=all", "-fno-sanitize-recover=return,unreachable"),
-        *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"),
+        *(
+            f"-fsanitize=kernel-address,{UNDEFINED}",
+            "-fsanitize-recover=all",
+            "-fno-sanitize-recover=return,unreachable",
+        ),
+        *(word for option in HOOKS for word in ("-mllvm", f"-asan-{option}")),
     ),
     "fast": ("-O2",),
 }
-SPACES = ("-DEMU_ADDRESS_SPACES", "-fsyntax-only", "-ferror-limit=30")
+SPACES = ("-DEMU_ADDRESS_SPACES", "-O0", "-S", "-emit-llvm", "-o", "-", "-ferror-limit=30")
 """The pass that reads the same source with address spaces as types of their own."""
 WARNINGS = ("-Wuninitialized", "-Wsometimes-uninitialized", "-Wreturn-type")
+
+
+SONAME = "-soname=lisa-emulator.so"
+"""A kernel finds the runtime, which is loaded before it, by this name: whichever version of it."""
 
 
 class CompileError(Exception):
@@ -68,11 +94,13 @@ class Compiler:
 
 def unavailable() -> str:
     """Why the emulator cannot run here, with what to do; empty where it can."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return "the Metal emulator runs on Linux x86-64"
+    if (sys.platform, platform.machine(), platform.libc_ver()[0]) != ("linux", "x86_64", "glibc"):
+        return "the Metal emulator runs on Linux x86-64 with glibc"
     if " avx2 " not in Path("/proc/cpuinfo").read_text():
         return "the Metal emulator needs a processor with AVX2"
-    return "" if find() else f"the Metal emulator needs clang {OLDEST_CLANG} or newer: {INSTALL}"
+    if util.find_spec("elftools") is None or find() is None:
+        return f"the Metal emulator needs clang {OLDEST_CLANG} or newer and pyelftools: {INSTALL}"
+    return ""
 
 
 @cache
@@ -117,19 +145,19 @@ def folder() -> Path:
 def runtime() -> Path:
     """The machine every kernel runs on, as a shared object."""
     compiler = _found()
-    key = _key(compiler.version, _own_text())
+    own = (HERE / "runtime.cpp").read_text()
 
     def build(target: Path) -> None:
+        _forget_the_old()
         with tempfile.TemporaryDirectory(dir=folder()) as scratch:
             unit = Path(scratch) / "runtime.o"
             flags = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fno-exceptions", "-fno-rtti", "-w")
             caches = {f"ZIG_{kind}_CACHE_DIR": str(folder() / "zig") for kind in ("GLOBAL", "LOCAL")}
             _run([*compiler.runtime, *flags, "-c", str(HERE / "runtime.cpp"), "-o", str(unit)], env=os.environ | caches)
-            soname = f"-soname={_runtime_name(key)}"
-            named = soname if "ld.lld" in compiler.link else f"-Wl,{soname}"
+            named = SONAME if "ld.lld" in compiler.link else f"-Wl,{SONAME}"
             _run([*compiler.link, named, str(unit), "-o", str(target)])
 
-    return _kept(_runtime_name(key), build)
+    return _kept(f"runtime-{_key(compiler.version, _library(), own)}.so", build)
 
 
 def kernel(source: str, mode: Mode) -> Path:
@@ -147,32 +175,48 @@ def kernel(source: str, mode: Mode) -> Path:
             _run([*compiler.kernels, *flags, "-c", "-", "-o", str(unit)], source)
             _run([*compiler.link, str(unit), str(machine), "-o", str(target)])
 
-    return _kept(f"{mode}-{_key(compiler.version, _own_text(), *flags, source)}.so", build)
+    return _kept(f"{mode}-{_key(compiler.version, _library(), *flags, source)}.so", build)
 
 
 def space_errors(source: str) -> list[tuple[str, int, str]]:
     """What the address-space pass says: file as in #line, line, message. Uninitialised variables count."""
     compiler = _found()
-    flags = (*LANGUAGE, *SPACES, *WARNINGS)
+    flags = (*LANGUAGE, *LINES, *SPACES, *WARNINGS)
 
     def build(target: Path) -> None:
         done = subprocess.run([*compiler.kernels, *flags, "-"], input=source, capture_output=True, text=True)
-        target.write_text(json.dumps(_errors(done.stderr)))
+        target.write_text(json.dumps(_errors(done.stderr) + _casts(done.stdout)))
 
-    path = _kept(f"spaces-{_key(compiler.version, _own_text(), *flags, source)}.json", build)
+    path = _kept(f"spaces-{_key(compiler.version, _library(), *flags, source)}.json", build)
     return [(file, line, text) for file, line, text in json.loads(path.read_text())]
+
+
+COPIES = re.compile(r"no matching (constructor for init|conversion for functional-style cast)|no viable overloaded '='")
+"""Clang has no copy of a struct from one address space to another; Metal has."""
 
 
 def _errors(printed: str) -> list[tuple[str, int, str]]:
     """Errors and warnings. One inside the library takes the kernel's line that asked for it, from its notes."""
     found: list[tuple[str, int, str]] = []
-    for file, line, kind, text in re.findall(
-        r"^(\S[^:\n]*):(\d+):\d+: (error|warning|note): (.*)$", printed, re.MULTILINE
-    ):
-        if kind != "note":
+    for file, line, kind, text in re.findall(r"^(\S[^:\n]*):(\d+):\d+: (\w+): (.*)$", printed, re.MULTILINE):
+        if kind in ("error", "warning"):
             found.append((file, int(line), text))
         elif found and "requested here" in text and _in_library(found[-1][0]) and not _in_library(file):
             found[-1] = (file, int(line), found[-1][2])
+    return [error for error in found if not COPIES.match(error[2])]
+
+
+def _casts(code: str) -> list[tuple[str, int, str]]:
+    """Casts from one address space to another, which C++ allows: instructions of LLVM with a line of their own."""
+    notes = dict(re.findall(r"^(!\d+) = (.*)$", code, re.MULTILINE))
+    names = {"": "thread", "1": "device", "2": "constant", "3": "threadgroup"}
+    cast = re.compile(r"addrspacecast ptr(?: addrspace\((\d)\))? .* to ptr(?: addrspace\((\d)\))?, !dbg (!\d+)")
+    found = []
+    for source, target, place in dict.fromkeys(cast.findall(code)):
+        line, scope = re.findall(r"line: (\d+).*scope: (!\d+)", notes[place])[0]
+        file = re.findall(r'filename: "(.*?)"', notes[re.findall(r"file: (!\d+)", notes[scope])[0]])[0]
+        if file != EMULATOR:
+            found.append((file, int(line), f"cast from {names[source]} to {names[target]}"))
     return found
 
 
@@ -188,17 +232,13 @@ def _found() -> Compiler:
 
 
 @cache
-def _own_text() -> str:
-    files = [HERE / "runtime.cpp", *sorted((HERE / "include").rglob("*"))]
-    return "".join(path.read_text() for path in files if path.is_file())
+def _library() -> str:
+    """The text of Metal's library as the emulator has it."""
+    return "".join(path.read_text() for path in sorted((HERE / "include").rglob("*")) if path.is_file())
 
 
 def _key(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-def _runtime_name(key: str) -> str:
-    return f"runtime-{key}.so"
 
 
 def _kept(name: str, build: Callable[[Path], None]) -> Path:
@@ -214,6 +254,12 @@ def _kept(name: str, build: Callable[[Path], None]) -> Path:
         finally:
             Path(scratch).unlink(missing_ok=True)
     return path
+
+
+def _forget_the_old() -> None:
+    for path in folder().glob("*.*"):
+        if path.is_file() and time.time() - path.stat().st_mtime > FORGOTTEN_AFTER:
+            path.unlink(missing_ok=True)
 
 
 def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) -> None:

@@ -33,7 +33,7 @@ class _Report(ctypes.Structure):
         ("group", ctypes.c_uint32 * 3),
         *((name, ctypes.c_uint32) for name in ("other_lane", "other_group", "other_wrote", "weak")),
         ("buffer", ctypes.c_int32),
-        ("line", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("line", "other_line", "padding")),
         ("file", ctypes.c_char_p),
         ("name", ctypes.c_char_p),
         *((name, ctypes.c_uint64) for name in ("offset", "size", "pc", "other_pc")),
@@ -259,6 +259,7 @@ class Program:
             offset=ctypes.c_int64(found.offset).value,
             size=found.size,
             other_lane=None if found.other_lane == NO_LANE else found.other_lane,
+            other_line=found.other_line,
         )
         if kind is not Kind.RACE:
             return report

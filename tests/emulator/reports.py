@@ -8,8 +8,6 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 
-from elftools.elf.elffile import ELFFile
-
 
 class Kind(Enum):
     OUT_OF_BOUNDS = "out of bounds"
@@ -32,7 +30,7 @@ class Detail(Enum):
     NONE = ""
     READ = "read"
     WRITE = "write"
-    LOCAL_ARRAY = "index of an array of the lane's own"
+    ARRAY_INDEX = "index past an array's end"
     SIMD_RETURNED = "some lanes have returned"
     SIMD_ELSEWHERE = "lanes are elsewhere"
     SIMD_INACTIVE = "taken from a lane that is not there"
@@ -52,7 +50,8 @@ class Report:
     """One finding. `line` counts from 1 in `file`: the kernel's name is its source, "name (header)" its header.
 
     `offset` and `size` are in bytes from the start of `buffer`, which is an input, an output or a threadgroup variable.
-    `lane` is the thread's index in its threadgroup. `other_*` is the earlier access of a race.
+    `lane` is the thread's index in its threadgroup. `other_*` is the earlier access of a race, or a
+    lane that is elsewhere.
     """
 
     kind: Kind
@@ -76,15 +75,10 @@ class Report:
     message: str = ""
 
     def __str__(self) -> str:
-        parts = [self.kind.value]
-        if self.detail is not Detail.NONE:
-            parts[0] += f" ({self.detail.value})"
-        parts.append(self._what())
-        if self.lane is not None:
-            parts.append(f"lane {self.lane} of threadgroup {self.threadgroup}")
-        parts.append(self._other())
-        where = f"{self.file or self.kernel}:{self.line}: {self.text}" if self.line else self.kernel
-        return f"{where.rstrip(': ')}\n    " + ", ".join(part for part in parts if part)
+        where = f"{self.file}:{self.line}: {self.text}" if self.line else self.kernel
+        kind = f"{self.kind.value} ({self.detail.value})" if self.detail is not Detail.NONE else self.kind.value
+        who = f"lane {self.lane} of threadgroup {self.threadgroup}" if self.lane is not None else ""
+        return f"{where}\n    " + ", ".join(part for part in (kind, self._what(), who, self._other()) if part)
 
     def _what(self) -> str:
         if self.message:
@@ -99,7 +93,9 @@ class Report:
         if self.other_lane is None:
             return ""
         if self.kind is not Kind.RACE:
-            return f"not with lane {self.other_lane}"
+            return f"without lane {self.other_lane}" + (
+                f", which waits at line {self.other_line}" if self.other_line else ""
+            )
         did = f"{'wrote' if self.other_wrote else 'read'} it at {self.other_file}:{self.other_line}"
         missing = "simdgroup_barrier" if self.weak else "barrier"
         return f"lane {self.other_lane} of threadgroup {self.other_threadgroup} {did} with no {missing} between"
@@ -108,6 +104,8 @@ class Report:
 @cache
 def _lines(library: Path) -> tuple[list[int], list[tuple[str, int]]]:
     """Addresses in order, and the file and line from each on."""
+    from elftools.elf.elffile import ELFFile  # so that a machine without it can say so
+
     found: dict[int, tuple[str, int]] = {}
     with library.open("rb") as opened:
         for unit in ELFFile(opened).get_dwarf_info().iter_CUs():

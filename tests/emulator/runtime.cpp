@@ -1,6 +1,6 @@
 // The machine a kernel runs on: every thread of a threadgroup ("lane") is a fiber on its own stack. A lane runs until it
 // waits at a barrier or a simdgroup operation, returns, or fails; between waits the order of lanes is shuffled by a seed.
-// In check mode the compiler calls a hook (the interface of ThreadSanitizer) at every load and store.
+// In check mode the compiler calls a hook (the interface of the kernel's AddressSanitizer) at every load and store.
 #include <signal.h>
 #include <stddef.h>
 #include <string.h>
@@ -32,7 +32,7 @@ enum Kind : u32 {
   ENDLESS,
 };
 enum Detail : u32 {
-  NONE, READ, WRITE, LOCAL_ARRAY,                                       // of OUT_OF_BOUNDS, RACE, UNINITIALISED
+  NONE, READ, WRITE, ARRAY_INDEX,                                       // of OUT_OF_BOUNDS, RACE, UNINITIALISED
   SIMD_RETURNED, SIMD_ELSEWHERE, SIMD_INACTIVE, SIMD_MATRIX,            // of DIVERGENT_SIMD
   BARRIER_RETURNED, BARRIER_ELSEWHERE,                                  // of DIVERGENT_BARRIER
   SHIFT, OVERFLOW, DIVISION, MISALIGNED, CAST, OTHER_UNDEFINED,         // of UNDEFINED
@@ -44,7 +44,8 @@ struct Report {
   u32 kind, detail, lane, group[3];
   u32 other_lane, other_group, other_wrote, weak;  // the earlier access of a race
   int32_t buffer;
-  u32 line;  // where known without the pc
+  u32 line, other_line;  // where known without the pc
+  u32 padding;
   const char* file;
   const char* name;  // of a threadgroup variable
   u64 offset, size, pc, other_pc;
@@ -77,7 +78,7 @@ enum Order : u32 { ASCENDING, DESCENDING, RANDOM };
 // ---------------------------------------------------------------- state of the one launch that is running
 
 const int MAX_LANES = 1024, SIMD = 32;
-const size_t STACK = 256 * 1024, PAGE = 4096, ARENA = 256 * 1024, GUARD = 2ull << 30;
+const size_t STACK = 256 * 1024, PAGE = 4096, ARENA = 256 * 1024, THREADGROUP_MEMORY = 32 * 1024, GUARD = 2ull << 30;
 
 const u32 NO_FENCE = ~0u;
 enum State : u32 { READY, AT_SIMD, AT_BARRIER, RETURNED };
@@ -103,6 +104,7 @@ static u64 accesses;
 static u32 group_number, group[3], epoch[2], barrier_memory, random_state;
 static EmuMeeting meetings[MAX_LANES / SIMD][2];  // a lane still reading one keeps the next but one from starting
 static u32 meeting_count[MAX_LANES / SIMD];
+static int waiting[MAX_LANES / SIMD], returned[MAX_LANES / SIMD];  // lanes of a simdgroup, for a meeting and for good
 extern "C" {
 EmuLane* emu_lane;
 }
@@ -116,6 +118,7 @@ static void yield() { emu_switch(&lanes[current].sp, scheduler_sp); }
 static void run_lane() {
   launch->entry(launch->arguments);
   lanes[current].state = RETURNED;
+  returned[current / SIMD]++;
   for (;;) yield();
 }
 [[noreturn]] static void abort_launch() {
@@ -125,7 +128,7 @@ static void run_lane() {
 
 static u32 random_below(u32 n) {
   random_state ^= random_state << 13, random_state ^= random_state >> 17, random_state ^= random_state << 5;
-  return random_state % n;
+  return (u64)random_state * n >> 32;
 }
 template <class T> static T min(T a, T b) { return b < a ? b : a; }
 template <class T> static void shuffle(T* items, u32 n) {
@@ -165,7 +168,8 @@ static Report* report_at(Kind kind, Detail detail, const Lane& lane) {
 // ---------------------------------------------------------------- simdgroup operations and barriers
 
 static bool same_site(const Lane& a, const Lane& b) {
-  return a.site.line == b.site.line && a.site.column == b.site.column && !strcmp(a.site.file, b.site.file);
+  if (a.site.line != b.site.line || a.site.column != b.site.column) return false;
+  return a.site.file == b.site.file || !strcmp(a.site.file, b.site.file);
 }
 static int first_of(int simdgroup) { return simdgroup * SIMD; }
 static int end_of(int simdgroup) { return min(live, simdgroup * SIMD + SIMD); }
@@ -179,6 +183,7 @@ static void meet(int simdgroup, u32 present) {
     Lane& lane = lanes[first_of(simdgroup) + i];
     memcpy(m.brought[i], lane.brought, sizeof lane.brought);
     lane.meeting = &m, lane.state = READY, lane.met++;
+    waiting[simdgroup]--;
     if (lane.fence == NO_FENCE) continue;
     lane.epoch[0] += (lane.fence & EMU_DEVICE) != 0, lane.epoch[1] += (lane.fence & EMU_THREADGROUP) != 0;
   }
@@ -186,23 +191,18 @@ static void meet(int simdgroup, u32 present) {
 
 // All that have not returned wait at one site.
 static bool meet_if_together(int simdgroup) {
-  u32 present = 0, returned = 0;
+  u32 present = 0;
   Lane* first = nullptr;
   for (int i = first_of(simdgroup); i < end_of(simdgroup); ++i) {
     Lane& lane = lanes[i];
-    if (lane.state == RETURNED) {
-      returned++;
-      continue;
-    }
+    if (lane.state == RETURNED) continue;
     if (lane.state != AT_SIMD || (first && !same_site(*first, lane))) return false;
     if (!first) first = &lane;
     present |= 1u << (i % SIMD);
   }
   if (!first) return false;
-  if (returned) {
-    Report* r = report_at(DIVERGENT_SIMD, SIMD_RETURNED, *first);
-    if (r) r->size = returned;
-  }
+  if (returned[simdgroup])
+    if (Report* r = report_at(DIVERGENT_SIMD, SIMD_RETURNED, *first)) r->size = returned[simdgroup];
   meet(simdgroup, present);
   return true;
 }
@@ -222,24 +222,28 @@ static bool meet_divergent(int simdgroup) {
   if (r) {
     r->size = __builtin_popcount(best);
     for (int i = first_of(simdgroup); i < end_of(simdgroup); ++i)
-      if (!(best >> (i % SIMD) & 1) && lanes[i].state != RETURNED) r->other_lane = i;
+      if (!(best >> (i % SIMD) & 1) && lanes[i].state != RETURNED) r->other_lane = i, r->other_line = lanes[i].site.line;
   }
   meet(simdgroup, best);
   return true;
 }
 
-static void spend() {
-  if (++accesses > launch->access_limit) {
-    add_report(ENDLESS, NONE, NO_BUFFER, 0, lanes[current].site.line);
-    abort_launch();
-  }
+static void spend(u64 pc) {
+  if (++accesses <= launch->access_limit) return;
+  if (pc)
+    add_report(ENDLESS, NONE, NO_BUFFER, pc);
+  else
+    report_at(ENDLESS, NONE, lanes[current]);
+  abort_launch();
 }
 
 static EmuMeeting* wait_for_simdgroup(EmuSite site, u32 fence) {
   Lane& lane = lanes[current];
   lane.site = site, lane.state = AT_SIMD, lane.fence = fence;
-  spend();
-  if (!meet_if_together(current / SIMD)) yield();
+  spend(0);
+  int simdgroup = current / SIMD;
+  if (++waiting[simdgroup] + returned[simdgroup] == end_of(simdgroup) - first_of(simdgroup)) meet_if_together(simdgroup);
+  yield();
   return lane.meeting;
 }
 extern "C" EmuMeeting* emu_meet(EmuSite site, const void* brought, unsigned bytes) {
@@ -250,7 +254,7 @@ extern "C" void emu_simdgroup_barrier(EmuSite site, unsigned memory) { wait_for_
 extern "C" void emu_threadgroup_barrier(EmuSite site, unsigned memory) {
   lanes[current].site = site, lanes[current].state = AT_BARRIER;
   barrier_memory = memory;
-  spend();
+  spend(0);
   yield();
 }
 extern "C" void emu_simd_fault(EmuSimdFault fault, unsigned lane) {
@@ -260,7 +264,7 @@ extern "C" void emu_simd_fault(EmuSimdFault fault, unsigned lane) {
 extern "C" void emu_matrix_multiplied() { launch->matrix_ops++; }
 
 // All lanes wait at a barrier or have returned.
-static void pass_barrier(int waiting, int returned) {
+static void pass_barrier(int gone) {
   Lane* first = nullptr;
   for (int i = 0; i < live; ++i) {
     Lane& lane = lanes[i];
@@ -268,14 +272,12 @@ static void pass_barrier(int waiting, int returned) {
     if (!first) first = &lane;
     if (!same_site(*first, lane)) {
       Report* r = report_at(DIVERGENT_BARRIER, BARRIER_ELSEWHERE, *first);
-      if (r) r->other_lane = i, r->size = lane.site.line;
+      if (r) r->other_lane = i, r->other_line = lane.site.line;
     }
     lane.state = READY;
   }
-  if (returned) {
-    Report* r = report_at(DIVERGENT_BARRIER, BARRIER_RETURNED, *first);
-    if (r) r->size = returned;
-  }
+  if (gone)
+    if (Report* r = report_at(DIVERGENT_BARRIER, BARRIER_RETURNED, *first)) r->size = gone;
   if (barrier_memory & EMU_DEVICE) epoch[0]++;
   if (barrier_memory & EMU_THREADGROUP) epoch[1]++;
   launch->barriers++;
@@ -392,23 +394,21 @@ static void touch_traffic(u32 buffer, u64 offset, u64 n, bool write) {
   }
 }
 
-extern "C" void* emu_threadgroup_memory(unsigned id, size_t bytes, const char* name) {
+extern "C" void* emu_threadgroup_memory(unsigned id, size_t bytes, const char* name, EmuSite site) {
   if (id >= MAX_VARIABLES) return nullptr;
   Variable& v = variables[id];
-  if (!v.name) {
-    v = {(arena_end + 256 + 63) & ~63u, (u32)bytes, name};
-    if (v.offset + bytes > ARENA) {
-      if (Report* r = add_report(THREADGROUP_LIMIT, NONE, THREADGROUP_BUFFER, 0)) r->name = name, r->size = bytes;
-      abort_launch();
-    }
-    arena_end = v.offset + bytes;
-    memset(arena + v.offset, 0xff, bytes);
-    launch->threadgroup_memory += (bytes + 15) & ~15ull;
-    if (launch->threadgroup_memory > 32768)
-      if (Report* r = add_report(THREADGROUP_LIMIT, NONE, THREADGROUP_BUFFER, 0))
-        r->name = name, r->size = launch->threadgroup_memory;
+  if (v.name) return arena + v.offset;
+  u32 offset = (arena_end + 256 + 63) & ~63u;
+  launch->threadgroup_memory += (bytes + 15) & ~15ull;
+  if (launch->threadgroup_memory > THREADGROUP_MEMORY) {
+    lanes[current].site = site;
+    if (Report* r = report_at(THREADGROUP_LIMIT, NONE, lanes[current])) r->name = name, r->size = launch->threadgroup_memory;
   }
-  return arena + v.offset;
+  if (offset + bytes > ARENA) abort_launch();
+  v = {offset, (u32)bytes, name};
+  arena_end = offset + bytes;
+  memset(arena + offset, 0xff, bytes);
+  return arena + offset;
 }
 
 // ---------------------------------------------------------------- loads and stores (check mode)
@@ -450,7 +450,7 @@ static void access_arena(u64 at, u64 n, bool write, bool atomic, u64 pc) {
 }
 static void access_memory(u64 at, u64 n, bool write, bool atomic, u64 pc) {
   if (!launch || !launch->check || !n) return;
-  spend();
+  spend(pc);
   if (at - (u64)lanes[current].stack < STACK) return;
   if (at - (u64)arena < ARENA) return access_arena(at, n, write, atomic, pc);
   int i = buffer_of(at);
@@ -489,35 +489,27 @@ extern "C" void emu_atomic(const void* at, unsigned bytes, bool writes, const vo
   if (writes) access_atomic((u64)at, bytes, true, (u64)pc);
 }
 #define PC (u64) __builtin_return_address(0)
-#define HOOKS(N)                                                                                \
-  extern "C" void __tsan_read##N(void* at) { access_memory((u64)at, N, false, false, PC); }            \
-  extern "C" void __tsan_write##N(void* at) { access_memory((u64)at, N, true, false, PC); }            \
-  extern "C" void __tsan_unaligned_read##N(void* at) { access_memory((u64)at, N, false, false, PC); }  \
-  extern "C" void __tsan_unaligned_write##N(void* at) { access_memory((u64)at, N, true, false, PC); }  \
-  extern "C" void __tsan_read_write##N(void* at) {                                              \
-    access_memory((u64)at, N, false, false, PC);                                                       \
-    access_memory((u64)at, N, true, false, PC);                                                        \
-  }                                                                                             \
-  extern "C" void __tsan_unaligned_read_write##N(void* at) {                                    \
-    access_memory((u64)at, N, false, false, PC);                                                       \
-    access_memory((u64)at, N, true, false, PC);                                                        \
-  }
+#define HOOKS(N)                                                                                          \
+  extern "C" void __asan_load##N##_noabort(u64 at) { access_memory(at, N, false, false, PC); }            \
+  extern "C" void __asan_store##N##_noabort(u64 at) { access_memory(at, N, true, false, PC); }
 HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
-extern "C" void __tsan_init() {}
-extern "C" void* __tsan_memcpy(void* to, const void* from, u64 n) {
+extern "C" void __asan_loadN_noabort(u64 at, u64 n) { access_memory(at, n, false, false, PC); }
+extern "C" void __asan_storeN_noabort(u64 at, u64 n) { access_memory(at, n, true, false, PC); }
+extern "C" void* __asan_memcpy(void* to, const void* from, u64 n) {
   access_memory((u64)from, n, false, false, PC);
   access_memory((u64)to, n, true, false, PC);
   return memcpy(to, from, n);
 }
-extern "C" void* __tsan_memmove(void* to, const void* from, u64 n) {
+extern "C" void* __asan_memmove(void* to, const void* from, u64 n) {
   access_memory((u64)from, n, false, false, PC);
   access_memory((u64)to, n, true, false, PC);
   return memmove(to, from, n);
 }
-extern "C" void* __tsan_memset(void* to, int value, u64 n) {
+extern "C" void* __asan_memset(void* to, int value, u64 n) {
   access_memory((u64)to, n, true, false, PC);
   return memset(to, value, n);
 }
+extern "C" void __asan_handle_no_return() {}
 
 // ---------------------------------------------------------------- undefined behaviour
 
@@ -541,7 +533,7 @@ UNDEFINED_HANDLER(missing_return, OTHER_UNDEFINED, true)
 UNDEFINED_HANDLER(builtin_unreachable, OTHER_UNDEFINED, true)
 extern "C" void __ubsan_handle_out_of_bounds(void*) {
   if (!launch) return;
-  add_report(OUT_OF_BOUNDS, LOCAL_ARRAY, NO_BUFFER, PC);
+  add_report(OUT_OF_BOUNDS, ARRAY_INDEX, NO_BUFFER, PC);
   abort_launch();
 }
 
@@ -571,12 +563,12 @@ static void on_fault(int number, siginfo_t* info, void* context) {
   u64 pc = registers[REG_RIP] + 1, at = (u64)info->si_addr;
   bool memory = number == SIGSEGV || number == SIGBUS;
   int near = memory ? buffer_near(at) : NO_BUFFER;
-  bool known = false;  // the hook or the handler before the instruction has said it
-  for (u32 i = 0; i < launch->reports; ++i) known |= number == SIGFPE && launch->report[i].detail == DIVISION;
   if (near != NO_BUFFER) {
     if (Report* r = add_report(OUT_OF_BOUNDS, NONE, near, pc)) r->offset = at - (u64)launch->buffer[near].data;
   } else if (number == SIGFPE) {
-    if (!known) add_report(UNDEFINED, DIVISION, NO_BUFFER, pc);
+    add_report(UNDEFINED, DIVISION, NO_BUFFER, pc);
+  } else if (memory && info->si_code == SI_KERNEL) {  // an aligned move of an address that is not
+    add_report(UNDEFINED, MISALIGNED, NO_BUFFER, pc);
   } else {
     if (Report* r = add_report(CRASH, NONE, NO_BUFFER, pc)) r->offset = at, r->size = number;
   }
@@ -658,6 +650,7 @@ static void start_group(u32 number, const u32 groups[3]) {
     full *= launch->threadgroup[d];
   }
   live = size[0] * size[1] * size[2];
+  memset(waiting, 0, sizeof waiting), memset(returned, 0, sizeof returned);
   for (const Variable& v : variables)
     if (v.name) memset(arena + v.offset, 0xff, v.size);
   for (int i = 0; i < live; ++i) {
@@ -698,11 +691,11 @@ static void run_group() {
     bool met = false;
     for (int s = 0; s < simdgroups; ++s) met |= meet_if_together(s);  // some have returned meanwhile
     if (met) continue;
-    int waiting = 0, returned = 0;
-    for (int i = 0; i < live; ++i) waiting += lanes[i].state == AT_BARRIER, returned += lanes[i].state == RETURNED;
-    if (returned == live) return;
-    if (waiting + returned == live) {
-      pass_barrier(waiting, returned);
+    int stopped = 0, gone = 0;
+    for (int i = 0; i < live; ++i) stopped += lanes[i].state == AT_BARRIER, gone += lanes[i].state == RETURNED;
+    if (gone == live) return;
+    if (stopped + gone == live) {
+      pass_barrier(gone);
       continue;
     }
     for (int s = 0; s < simdgroups; ++s) meet_divergent(s);

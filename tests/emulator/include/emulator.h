@@ -39,7 +39,7 @@ extern EmuLane* emu_lane;
 EmuMeeting* emu_meet(EmuSite site, const void* brought, unsigned bytes);
 void emu_threadgroup_barrier(EmuSite site, unsigned memory);
 void emu_simdgroup_barrier(EmuSite site, unsigned memory);
-void* emu_threadgroup_memory(unsigned id, size_t bytes, const char* name);
+void* emu_threadgroup_memory(unsigned id, size_t bytes, const char* name, EmuSite site);
 void emu_simd_fault(EmuSimdFault fault, unsigned lane);
 void emu_atomic(const void* at, unsigned bytes, bool writes, const void* pc);
 void emu_atomic_store(const void* at, unsigned bytes, const void* pc);

@@ -173,8 +173,12 @@ template <class T, int N> struct packed {  // no padding, aligned as its element
   }
   EMU_INLINE T operator[](int i) const { return e[i]; }
 };
-template <class T> EMU_INLINE T* shared(unsigned id, const char* name) {
-  return (T*)emu_threadgroup_memory(id, sizeof(T), name);
+template <class T, int N> struct shape<packed<T, N>> {
+  using element = T;
+  static constexpr int size = N;
+};
+template <class T> EMU_INLINE T* shared(unsigned id, const char* name, EMU_HERE) {
+  return (T*)emu_threadgroup_memory(id, sizeof(T), name, here);
 }
 EMU_INLINE uint3 three(const uint32_t* at) {
   uint3 v;
