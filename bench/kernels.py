@@ -17,16 +17,16 @@ import importlib
 import json
 import math
 import pkgutil
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
 import lisa.metal
 from lisa.metal import Kernels, gdn_conv, gdn_verify, head_topk, inject, lattice, rows_attention, rows_qmm
+from lisa.metal.stock import stock
+from lisa.selfcheck import arrays, each_array, seconds
 
 ROWS = (1, 8, 16)
 TOGETHER = 512 << 20
@@ -103,87 +103,8 @@ def count(module: Any, name: str, rows: int, bits: int, label: str, arguments: M
 # ---- timed
 
 
-def stock(name: str) -> Callable[..., Any]:
-    """The same by MLX's own ops."""
-
-    def qmm(x: mx.array, weight: lisa.metal.Packed) -> mx.array:
-        w = weight
-        return mx.quantized_matmul(x, w.w, w.scales, w.biases, True, group_size=w.group_size, bits=w.bits)
-
-    def attention(q: mx.array, k: mx.array, v: mx.array, length: int, *, scale: float) -> mx.array:
-        k, v = k[:, :, :length], v[:, :, :length]
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
-
-    def delta(q: Any, k: Any, v: Any, g: Any, beta: Any, old: Any, kept: mx.array, state: mx.array) -> Any:
-        n = max(kept.tolist())  # it is there: nothing waits
-        if n:
-            steps = [x[:, :n] for x in old]
-            state = mx.fast.gated_delta_update(steps[0], *steps, state)[1]
-        return mx.fast.gated_delta_update(q, k, v, g, beta, state)[0], state
-
-    def conv(old: mx.array, kept: mx.array, x: mx.array, w: mx.array, *, key_heads: int, dk: int, dv: int) -> Any:
-        batch, rows, channels = x.shape
-        n = max(kept.tolist())  # it is there: nothing waits
-        inputs = mx.concatenate([old[:, n : n + 3], x], axis=1)
-        mixed = mx.conv1d(inputs, w, groups=channels)
-        q, k, v = mx.split(mixed * mx.sigmoid(mixed), [key_heads * dk, 2 * key_heads * dk], axis=-1)
-        q, k = (mx.fast.rms_norm(a.reshape(batch, rows, key_heads, dk), None, 1e-6 / dk) for a in (q, k))
-        return q / dk, k * dk**-0.5, v.reshape(batch, rows, -1, dv), inputs
-
-    def argmax(x: mx.array, head: lisa.metal.Packed, *, vocab: int, mask: None) -> Any:
-        return mx.argmax(qmm(x, head)[:, :vocab], axis=-1)
-
-    def topk(x: mx.array, head: lisa.metal.Packed, *, k: int, vocab: int, mask: None) -> Any:
-        logits = qmm(x, head)[:, :vocab]
-        best = mx.argpartition(-logits, k - 1, axis=-1)[:, :k]
-        return best, mx.take_along_axis(logits, best, axis=-1)
-
-    own = {"rows_qmm": qmm, "rows_attention": attention, "gdn_verify": delta, "gdn_conv": conv}
-    heads = {"head_argmax": argmax, "head_topk": topk, "inject": inject.reference, "lattice": lattice.reference}
-    return {**own, **heads}[name]
-
-
-def each_array(value: Any, change: Callable[[mx.array], mx.array]) -> Any:
-    """A value with every array in it changed."""
-    if isinstance(value, mx.array):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(each_array(item, change) for item in value)
-    if isinstance(value, Mapping):
-        return {key: each_array(item, change) for key, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: each_array(getattr(value, f.name), change) for f in fields(value)})
-    return value
-
-
-def arrays(value: Any) -> list[mx.array]:
-    found: list[mx.array] = []
-
-    def keep(array: mx.array) -> mx.array:
-        found.append(array)
-        return array
-
-    each_array(value, keep)
-    return found
-
-
 def nbytes(value: Any) -> int:
     return sum(array.nbytes for array in arrays(value))
-
-
-def seconds(function: Callable[..., Any], copies: list[Any], clock: Callable[[], float]) -> float:
-    """Of one call: the median of rounds over all copies, each call waiting for the one before."""
-    times = []
-    for _ in range(7):
-        began, last = clock(), mx.array(0)
-        for arguments in copies:
-            first = next(iter(arguments))
-            waiting = mx.depends([arguments[first]], [last])[0]
-            out = function(**{**arguments, first: waiting})
-            last = out[0] if isinstance(out, (tuple, list)) else out
-        mx.eval(last)
-        times.append((clock() - began) / len(copies))
-    return statistics.median(times[2:])
 
 
 def bandwidth(clock: Callable[[], float], numbers: int = 1 << 27) -> float:

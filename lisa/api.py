@@ -32,6 +32,8 @@ def load(
     kv_bits: int | None = None,
     chunk: int = 512,
     offline: bool = False,
+    exact: bool = True,
+    kernels: bool = True,
     blas: bool = True,
     strict: bool = False,
     slots: int = 1,
@@ -42,9 +44,12 @@ def load(
     `drafter` is auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; "+ngram" behind a learned one puts
     prompt lookup in front of it. `drafter_config` is a JSON file of fields that win over the drafter's own, and
     `drafter_bits` 8 or 4 packs its matrices. `width` fixes how many tokens are drafted at once (0..15). `kv_bits` 8 or
-    4 packs the attention cache. `chunk` is the number of prompt tokens read at once. `offline` opens no connection. On
-    a Linux CPU, `blas` False declines MKL and `strict` asks for bit-equal rows (lisa/blas.py). `slots` requests run
-    interleaved, each with a context of its own. `say` takes progress lines. Raises LisaError.
+    4 packs the attention cache. `chunk` is the number of prompt tokens read at once. `offline` opens no connection.
+    `slots` requests run interleaved, each with a context of its own. `say` takes progress lines.
+
+    On a Mac `kernels` False declines Lisa's own kernels, and `exact` False lets a plain step use whatever is fastest:
+    its text may then differ from drafted text at near ties. On a Linux CPU `blas` False declines MKL and `strict` asks
+    for bit-equal rows (lisa/blas.py). Raises LisaError.
     """
     in_use = blas_.use(mkl=blas, strict=strict)
     worker = Worker(slots)
@@ -63,6 +68,8 @@ def load(
             kv_bits=kv_bits,
             chunk=chunk,
             offline=offline,
+            exact=exact,
+            kernels=kernels,
             say=say,
         )
 
@@ -217,9 +224,9 @@ class Model:
         """Cancel every reply, end the thread and let go of the weights. Harmless to repeat."""
         self._worker.close()
         if self._loaded is not None:
-            from lisa.loader import remember
+            from lisa.loader import keep_pace
 
-            remember(self._loaded)
+            keep_pace(self._loaded)
         self._idle.clear()
         self._loaded = None
 

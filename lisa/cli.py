@@ -84,6 +84,8 @@ def chat(
     offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Bit-equal rows on a CPU, slower.")] = False,
     no_blas: Annotated[bool, typer.Option("--no-blas", help="Leave Intel MKL out, on Linux.")] = False,
+    no_exact: Annotated[bool, typer.Option("--no-exact", help="On a Mac: plain steps as fast as can be.")] = False,
+    no_kernels: Annotated[bool, typer.Option("--no-kernels", help="On a Mac: MLX's own ops alone.")] = False,
 ) -> None:
     """Talk to a model: a conversation in a terminal, one answer to PROMPT or to piped text.
 
@@ -107,6 +109,8 @@ def chat(
         offline=offline,
         blas=not no_blas,
         strict=strict,
+        exact=not no_exact,
+        kernels=not no_kernels,
         say=say,
     ) as loaded:
         say(loaded.about)

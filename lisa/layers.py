@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_map_with_path
 from mlx_lm.models import llama, qwen3, qwen3_5, qwen3_next
@@ -264,9 +265,9 @@ def give(model: Any, kernels: Kernels) -> None:
     """Let the layers of a loaded model run `kernels`."""
 
     def replaced(path: str, module: Any) -> Any:
-        if type(module) is QuantizedLinear:
+        if isinstance(module, QuantizedLinear):
             return PackedLinear(module, kernels)
-        if type(module) is QuantizedEmbedding:
+        if isinstance(module, QuantizedEmbedding):
             return PackedEmbedding(module, kernels)
         return module
 
@@ -275,3 +276,43 @@ def give(model: Any, kernels: Kernels) -> None:
     for module in model.modules():
         if isinstance(module, (Attention, GatedDeltaNet)):
             module.kernels = kernels
+
+
+def found(model: Any, kind: type) -> list[Any]:
+    """The model's modules of a kind."""
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def heads_of(attention: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads, and numbers in each."""
+    d = int(attention.scale**-2 + 0.5)
+    if isinstance(attention, qwen3_next.Qwen3NextAttention):
+        return attention.num_attention_heads, attention.num_key_value_heads, d
+    return attention.n_heads, attention.n_kv_heads, d
+
+
+def uncovered(model: Any, kernels: Kernels) -> list[str]:
+    """What of a model no kernel computes, and why: a line a reason, with how many modules it holds for."""
+    reasons: dict[str, int] = {}
+    for module in model.modules():
+        for reason in _reasons(module, kernels):
+            reasons[reason] = reasons.get(reason, 0) + 1
+    return [f"{count} x {reason}" for reason, count in reasons.items()]
+
+
+def _reasons(module: Any, kernels: Kernels) -> list[str]:
+    if isinstance(module, Linear) and not isinstance(module, QuantizedLinear):
+        return ["a projection that is not packed: MLX's matmul, whose rows may depend on how many there are"]
+    if isinstance(module, (PackedLinear, PackedEmbedding)):
+        weight = packed(module)
+        k = weight.scales.shape[1] * weight.group_size
+        fit = qmm_fits(mx.zeros((2, k), weight.scales.dtype), weight)
+        names = ["rows_qmm"] if fit else []
+        why = [] if fit else [f"a packed projection: {fit.reason}"]
+    elif isinstance(module, Attention):
+        names, why = ["rows_attention"], []
+    elif isinstance(module, GatedDeltaNet):
+        names, why = ["gdn_conv", "gdn_verify"], []
+    else:
+        return []
+    return why + [f"{name} does not run" for name in names if not kernels.may_run(name)]

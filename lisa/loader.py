@@ -14,10 +14,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from lisa import blas, catalog, convert, hub, pace, pairing
+from lisa import blas, catalog, convert, hub, pairing, remember, selfcheck
 from lisa.engine import Engine
 from lisa.errors import DamagedModel, LisaError, UnsupportedModel, UsageError
 from lisa.memory import cpu, gigabytes, machine
+from lisa.metal import of_this_machine
 from lisa.pace import Adaptive, Fixed, Pacer
 from lisa.target import Target, model_classes
 from lisa.tokenizer import Tokenizer, load_tokenizer
@@ -57,13 +58,17 @@ def load(
     kv_bits: int | None = None,
     chunk: int = 512,
     offline: bool = False,
+    exact: bool = True,
+    kernels: bool = True,
     say: Say | None = None,
 ) -> Loaded:
     """A catalogue name, a folder or a Hub id -> everything needed to generate.
 
     `quantisation` picks one of the catalogue's ("4bit", "8bit"); `width` fixes the draft width, which is otherwise
     paced by what is measured, starting from what was measured before; `drafter_config` is a
-    JSON file of fields that win over the drafter's own, `drafter_bits` 8 or 4 packs its matrices. Raises LisaError of
+    JSON file of fields that win over the drafter's own, `drafter_bits` 8 or 4 packs its matrices. On a Mac `kernels`
+    lets those of Lisa's kernels run that the self-check found right and faster; with `exact` single rows take them
+    too, so that plain text has the bits of drafted text, without they take whatever is fastest. Raises LisaError of
     the kind that fits: UnknownModel, NotCached, HubError, DamagedModel, UnsupportedModel, BadDrafter, UsageError.
     """
     if width is not None and not 0 <= width <= MAX_WIDTH:
@@ -75,6 +80,8 @@ def load(
     _check_target(folder, name, spec)
     tokenizer = load_tokenizer(folder)
     target = Target.load(folder, name=name, vocab=tokenizer.vocab, kv_bits=kv_bits)
+    if kernels:
+        target.use(selfcheck.choose(target, of_this_machine(), exact=exact, say=say))
     options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
     engine, paired = _engine(target, folder, entry, drafter, width, options, say, remembered=True)
     return Loaded(engine, tokenizer, _sampling(folder, entry), name, folder, entry, paired.kind, paired.bytes)
@@ -101,7 +108,7 @@ def _engine(
     if say is not None:
         for line in paired.words:
             say(line)
-    known = pace.load(_pace_file(), _pace_key(target, paired.kind, paired.bytes)) if remembered else None
+    known = remember.load(_pace_file(), _pace_key(target, paired.kind, paired.bytes)) if remembered else None
     pacer = _pacer(paired, width, known)  # one for all sessions: what one learns serves the others
     return Engine(target, paired.new, lambda: pacer, options.chunk, paired.why), paired
 
@@ -113,14 +120,14 @@ def _pacer(paired: pairing.Pairing, width: int | None, known: object) -> Pacer:
     return Adaptive.from_json(known, range(1, widest + 1))
 
 
-def remember(loaded: Loaded) -> None:
+def keep_pace(loaded: Loaded) -> None:
     """Keep what the pacer has learnt for the next run of this pair on this machine."""
     pacer = loaded.engine.pacer()
     if not isinstance(pacer, Adaptive) or not pacer.sources:
         return
     key = _pace_key(loaded.engine.target, loaded.drafter, loaded.drafter_bytes)
     with suppress(OSError):  # a cache that cannot be written costs the next run a cold start, nothing else
-        pace.save(_pace_file(), key, pacer.to_json())
+        remember.save(_pace_file(), key, pacer.to_json())
 
 
 def _pace_file() -> Path:

@@ -7,13 +7,9 @@ kept by source, and a width is judged by the mix of sources that answered lately
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from lisa.acceptance import Acceptance
@@ -241,29 +237,3 @@ def _number(value: Any, least: float = 0.0) -> float:
     if not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
         raise ValueError(f"{value} is not a number of at least {least}")
     return float(value)
-
-
-def load(path: Path, key: str) -> object:
-    """What was saved under `key` (machine, target and drafter), None where there is nothing or the file is damaged."""
-    return _read(path).get(key)
-
-
-def save(path: Path, key: str, data: dict[str, Any]) -> None:
-    """Keep `data` under `key`, whole or not at all. Raises OSError where the folder cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({**_read(path), key: data}, file)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

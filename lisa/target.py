@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model
 
 from lisa import layers, sampling
 from lisa.errors import DamagedModel, UnsupportedModel
-from lisa.metal import NONE, Kernels, head_argmax, head_topk
+from lisa.metal import NONE, Kernels, Packed, head_argmax, head_topk
 from lisa.state import RecurrentCache, State
 
 FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_5_text")
@@ -85,9 +85,7 @@ class Target:
         kv_bits: int | None = None,
         kernels: Kernels = NONE,
     ):
-        layers.give(model, kernels)
         self.model = model
-        self.kernels = kernels
         self.name = name
         self.config: Mapping[str, Any] = config.get("text_config", config)
         self._body = model.model
@@ -96,13 +94,24 @@ class Target:
         self._window = self.config.get("sliding_window")
         owner = getattr(model, "language_model", model)
         self._tied = "lm_head" not in owner
-        self._head = self._body.embed_tokens if self._tied else owner["lm_head"]
         self._kv_bits = kv_bits
         self.rows = int(self.config["vocab_size"])
         self.vocab = min(vocab or self.rows, self.rows)
         self.layers = len(self._layers)
         self.hidden = int(self.config["hidden_size"])
         self.context: int | None = self.config.get("max_position_embeddings")
+        self.use(kernels)
+
+    def use(self, kernels: Kernels) -> None:
+        """Let layers, head and drafters run `kernels`, and no others."""
+        layers.give(self.model, kernels)
+        owner = getattr(self.model, "language_model", self.model)
+        self._head = self._body.embed_tokens if self._tied else owner["lm_head"]
+        self.kernels = kernels
+
+    @property
+    def packed_head(self) -> Packed | None:
+        return layers.packed(self._head) if "scales" in self._head else None
 
     @classmethod
     def load(
@@ -187,19 +196,17 @@ class Target:
 
         Where head_argmax runs, no logits are written.
         """
-        if "scales" in self._head and self.kernels.may_run("head_argmax", hidden.shape[0]):
-            head = layers.packed(self._head)
-            if head_argmax.fits(hidden, head, vocab=self.vocab):
-                return head_argmax.head_argmax(hidden, head, vocab=self.vocab, kernels=self.kernels)[0]
+        head = self.packed_head if self.kernels.may_run("head_argmax", hidden.shape[0]) else None
+        if head is not None and head_argmax.fits(hidden, head, vocab=self.vocab):
+            return head_argmax.head_argmax(hidden, head, vocab=self.vocab, kernels=self.kernels)[0]
         return mx.argmax(self.head(hidden), axis=-1).astype(mx.int32)
 
     def top(self, hidden: mx.array, k: int, vocab: int) -> tuple[mx.array, mx.array]:
         """Normed hiddens [R, H] -> the k best tokens below `vocab` of each row, best first: ids int32 and float32
         logits, [R, k] each."""
-        if "scales" in self._head and self.kernels.may_run("head_topk", hidden.shape[0]):
-            head = layers.packed(self._head)
-            if head_topk.fits(hidden, head, k=k, vocab=vocab):
-                return head_topk.head_topk(hidden, head, k=k, vocab=vocab, kernels=self.kernels)
+        head = self.packed_head if self.kernels.may_run("head_topk", hidden.shape[0]) else None
+        if head is not None and head_topk.fits(hidden, head, k=k, vocab=vocab):
+            return head_topk.head_topk(hidden, head, k=k, vocab=vocab, kernels=self.kernels)
         return sampling.top(self.head(hidden)[:, :vocab], k)
 
     def head_rows(self, ids: mx.array) -> mx.array:

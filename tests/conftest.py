@@ -13,13 +13,15 @@ BLAS = blas.use(strict=blas.STRICT_POSSIBLE)
 
 @pytest.fixture(scope="session", autouse=True)
 def pace_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where pacers are remembered: not in the user's cache."""
+    """Where pacers (and verdicts on kernels) are remembered: not in the user's cache."""
     import lisa.loader
+    import lisa.selfcheck
 
-    file = tmp_path_factory.mktemp("pace") / "pace.json"
+    folder = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lisa.loader, "_pace_file", lambda: file)
-        yield file
+        patch.setattr(lisa.loader, "_pace_file", lambda: folder / "pace.json")
+        patch.setattr(lisa.selfcheck, "verdicts_file", lambda: folder / "kernels.json")
+        yield folder / "pace.json"
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ FLOORS = {
     "costs": "types",
     "acceptance": "types",
     "pace": "acceptance costs types",
+    "remember": "",
+    "selfcheck": "hub layers memory metal remember target",
     "layers": "metal state",
     "target": "errors layers metal sampling state types",
     "drafters": "drafters errors layers metal sampling state types",
@@ -35,7 +37,8 @@ FLOORS = {
     "worker": "engine errors types",
     "convert": "catalog errors types",
     "pairing": "catalog drafters errors hub target types",
-    "loader": "blas catalog convert engine errors hub memory pace pairing prefix target tokenizer types",
+    "loader": "blas catalog convert engine errors hub memory metal pace pairing prefix remember selfcheck target "
+    "tokenizer types",
     "api": "blas errors loader text tokenizer types worker engine",
     "prompts": "errors tokenizer types",
     "measure": "blas engine errors loader memory prompts types",

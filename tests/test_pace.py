@@ -26,9 +26,8 @@ from lisa.pace import (
     Pacer,
     Round,
     for_request,
-    load,
-    save,
 )
+from lisa.remember import load, save
 from lisa.types import MAX_WIDTH, Request, Sampling
 
 Curve = Callable[[int], float]

@@ -55,7 +55,12 @@ def run(settings: Settings, say: Say) -> Trained:
     if (settings.out / "config.json").exists() and not settings.checkpoint.is_file():
         raise UsageError(f"{settings.out} holds a model already, which is not written over: give another --out")
     loaded = loader.load(
-        settings.model, drafter="none", quantisation=settings.quantisation, offline=settings.offline, say=say
+        settings.model,
+        drafter="none",
+        quantisation=settings.quantisation,
+        offline=settings.offline,
+        kernels=False,  # answers are decoded side by side, which they do not do
+        say=say,
     )
     target, tokenizer = loaded.engine.target, loaded.tokenizer
     say(loaded.about)
