@@ -53,7 +53,8 @@ def _pacers(model: lisa.Model) -> list[Any]:
     return [model._loaded.engine.session().pacer for _ in range(2)]
 
 
-def test_sessions_share_what_their_pacer_learns_and_the_next_load_starts_from_it(folder: Path) -> None:
+def test_sessions_share_what_their_pacer_learns_and_the_next_load_starts_from_it(folder: Path, pace_file: Path) -> None:
+    pace_file.unlink(missing_ok=True)
     with lisa.load(str(folder)) as first:
         mine, same = _pacers(first)
         assert mine is same and not mine.sources
