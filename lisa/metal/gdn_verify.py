@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from lisa.metal import FLOATS, MOST_ROWS, Case, Fit, Kernels, Source, dtype_name, first_reason
+from lisa.metal.tiles import UNROLL
 
 Steps = tuple[mx.array, mx.array, mx.array, mx.array]
 """What a replay needs of earlier rows: k [B, P, Hk, Dk], v [B, P, Hv, Dv], g and beta [B, P, Hv]."""
@@ -31,23 +32,23 @@ struct StateRow {
   template <typename K>
   void step(const threadgroup K* k, uint quarter, float v, float g, float beta) {
     float remembered = 0.0f;
-    for (int i = 0; i < DK / 16; ++i)
-      for (int j = 0; j < 4; ++j) {
+    UNROLL for (int i = 0; i < DK / 16; ++i)
+      UNROLL for (int j = 0; j < 4; ++j) {
         s[i][j] *= g;
         remembered = fma(s[i][j], float(k[16 * i + 4 * quarter + j]), remembered);
       }
     remembered += simd_shuffle_xor(remembered, 1);
     remembered += simd_shuffle_xor(remembered, 2);
     const float change = (v - remembered) * beta;
-    for (int i = 0; i < DK / 16; ++i)
-      for (int j = 0; j < 4; ++j) s[i][j] = fma(float(k[16 * i + 4 * quarter + j]), change, s[i][j]);
+    UNROLL for (int i = 0; i < DK / 16; ++i)
+      UNROLL for (int j = 0; j < 4; ++j) s[i][j] = fma(float(k[16 * i + 4 * quarter + j]), change, s[i][j]);
   }
 
   template <typename Q>
   float read(const threadgroup Q* q, uint quarter) {
     float y = 0.0f;
-    for (int i = 0; i < DK / 16; ++i)
-      for (int j = 0; j < 4; ++j) y = fma(s[i][j], float(q[16 * i + 4 * quarter + j]), y);
+    UNROLL for (int i = 0; i < DK / 16; ++i)
+      UNROLL for (int j = 0; j < 4; ++j) y = fma(s[i][j], float(q[16 * i + 4 * quarter + j]), y);
     y += simd_shuffle_xor(y, 1);
     y += simd_shuffle_xor(y, 2);
     return y;
@@ -78,13 +79,13 @@ SOURCE = Source(
   }
   StateRow<DK> mine;
   const uint base = ((batch * HV + head) * DV + row) * (DK / 4) + quarter;
-  for (int i = 0; i < DK / 16; ++i) mine.s[i] = ((const device float4*)state)[base + 4 * i];
+  UNROLL for (int i = 0; i < DK / 16; ++i) mine.s[i] = ((const device float4*)state)[base + 4 * i];
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint t = 0; t < replayed; ++t) {
     const uint at = (batch * P + t) * HV + head;
     mine.step(keys + t * DK, quarter, float(old_v[at * DV + row]), float(old_g[at]), float(old_beta[at]));
   }
-  for (int i = 0; i < DK / 16; ++i) ((device float4*)committed)[base + 4 * i] = mine.s[i];
+  UNROLL for (int i = 0; i < DK / 16; ++i) ((device float4*)committed)[base + 4 * i] = mine.s[i];
   for (uint t = 0; t < R; ++t) {
     const uint at = (batch * R + t) * HV + head;
     mine.step(keys + (replayed + t) * DK, quarter, float(v[at * DV + row]), float(g[at]), float(beta[at]));
@@ -92,7 +93,7 @@ SOURCE = Source(
     if (quarter == 0) y[at * DV + row] = T(read);
   }
 """,
-    HEADER,
+    UNROLL + HEADER,
 )
 
 

@@ -28,7 +28,7 @@ SOURCE = Source(
     ("q", "k", "v", "length", "scale"),
     ("partial", "maximum", "total"),
     """
-  // TILE keys and values at a time; each simdgroup below TILES owns 8 of the M * G query rows.
+  // TILE keys and values at a time; a simdgroup owns 8 of the M * G query rows, or only helps to load.
   constexpr float LOG2E = 1.44269504f, NEVER = -3.0e38f;  // finite: no arithmetic on infinities
   threadgroup vec<T, 4> keys[TILE * D / 4], values[TILE * D / 4];
   const uint M = q_shape[2], HEADS = k_shape[1], CAPACITY = k_shape[2], G = q_shape[1] / HEADS, ROWS = M * G;
@@ -45,10 +45,10 @@ SOURCE = Source(
   // Column c of the left operand stands for 4 neighbouring d, used one after another: wide loads on both sides.
   vec<T, 4> queries[D / 32][2];
   const device vec<T, 4>* query = (const device vec<T, 4>*)q + ((batch * HEADS * G + query_head) * M + i) * (D / 4);
-  for (int b = 0; b < D / 32; ++b)
-    for (uint e = 0; e < 2; ++e) queries[b][e] = real ? query[8 * b + column + e] : vec<T, 4>(T(0));
+  UNROLL for (int b = 0; b < D / 32; ++b)
+    UNROLL for (uint e = 0; e < 2; ++e) queries[b][e] = real ? query[8 * b + column + e] : vec<T, 4>(T(0));
   simdgroup_matrix<float, 8, 8> out[D / 8];
-  for (int b = 0; b < D / 8; ++b) elements(out[b]) = float2(0.0f);
+  UNROLL for (int b = 0; b < D / 8; ++b) elements(out[b]) = float2(0.0f);
   float highest = NEVER, sum = 0.0f;
 
   for (uint tile = begin; tile < end; tile += TILE) {
@@ -60,15 +60,13 @@ SOURCE = Source(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (simdgroup_index_in_threadgroup * 8 < ROWS) {
-      #pragma clang loop unroll(full)
       for (int part = 0; part < TILE / 8; ++part) {
         simdgroup_matrix<float, 8, 8> a, b, scores;
         elements(scores) = float2(0.0f);
-        #pragma clang loop unroll(full)
-        for (int d = 0; d < D / 32; ++d) {
+        UNROLL for (int d = 0; d < D / 32; ++d) {
           vec<T, 4> pair[2];
-          for (uint e = 0; e < 2; ++e) pair[e] = keys[(8 * part + column + e) * (D / 4) + 8 * d + row];
-          for (int j = 0; j < 4; ++j) {
+          UNROLL for (uint e = 0; e < 2; ++e) pair[e] = keys[(8 * part + column + e) * (D / 4) + 8 * d + row];
+          UNROLL for (int j = 0; j < 4; ++j) {
             elements(a) = float2(float(queries[d][0][j]), float(queries[d][1][j]));
             elements(b) = float2(float(pair[0][j]), float(pair[1][j]));
             simdgroup_multiply_accumulate(scores, a, b, scores);
@@ -76,7 +74,7 @@ SOURCE = Source(
         }
         float s[2];
         bool seen[2];
-        for (uint e = 0; e < 2; ++e) {
+        UNROLL for (uint e = 0; e < 2; ++e) {
           seen[e] = tile + 8 * part + column + e < sees;
           s[e] = seen[e] ? elements(scores)[e] * scale * LOG2E : NEVER;
         }
@@ -84,17 +82,16 @@ SOURCE = Source(
         best = max(best, simd_shuffle_xor(best, 1));
         best = max(best, simd_shuffle_xor(best, 8));
         const float now = max(highest, best), shrink = exp2(highest - now);
-        for (uint e = 0; e < 2; ++e) s[e] = seen[e] ? exp2(s[e] - now) : 0.0f;
+        UNROLL for (uint e = 0; e < 2; ++e) s[e] = seen[e] ? exp2(s[e] - now) : 0.0f;
         float added = s[0] + s[1];
         added += simd_shuffle_xor(added, 1);
         added += simd_shuffle_xor(added, 8);
         highest = now;
         sum = fma(sum, shrink, added);
         elements(a) = float2(s[0], s[1]);
-        #pragma clang loop unroll(full)
-        for (int d = 0; d < D / 16; ++d) {
+        UNROLL for (int d = 0; d < D / 16; ++d) {
           const vec<T, 4> four = values[(8 * part + row) * (D / 4) + 4 * d + column / 2];
-          for (int p = 0; p < 2; ++p) {
+          UNROLL for (int p = 0; p < 2; ++p) {
             elements(b) = float2(float(four[2 * p]), float(four[2 * p + 1]));
             elements(out[2 * d + p]) = elements(out[2 * d + p]) * shrink;
             simdgroup_multiply_accumulate(out[2 * d + p], a, b, out[2 * d + p]);
@@ -106,7 +103,7 @@ SOURCE = Source(
   }
   if (real) {
     const uint at = ((batch * chunks + chunk) * HEADS + head) * ROWS + mine;
-    for (int d = 0; d < D / 16; ++d)
+    UNROLL for (int d = 0; d < D / 16; ++d)
       ((device float4*)partial)[at * (D / 4) + 4 * d + column / 2] =
           float4(elements(out[2 * d]), elements(out[2 * d + 1]));
     if (column == 0) {
