@@ -485,6 +485,13 @@ BROKEN = [
         report={"buffer": "tile", "other_wrote": False},
     ),
     Broken(
+        *("a write by the last of a simdgroup that read", Kind.RACE),
+        TILE + f"if (i == 0) tile[0] = 1;\n{BARRIER}\ny[i] = tile[0]; // there\n//\nif (i == 31) tile[0] = 2; // here",
+        ("//\n", BARRIER + "\n"),
+        *(WRITE, 31, 30),
+        call={"lanes": 32, "outputs": [((32,), mx.float32)]},
+    ),
+    Broken(
         *("barrier of the other memory", Kind.RACE),
         TILE + "tile[i] = i; // there\nthreadgroup_barrier(mem_flags::mem_device);\ny[i] = tile[63 - i]; // here",
         ("mem_device", "mem_threadgroup"),
