@@ -375,6 +375,8 @@ def test_traffic_is_counted_by_buffer_lane_and_simdgroup() -> None:
     assert shared.read == 64 * 4 * 3 and shared.distinct_read == 8 * 4
     assert shared.simdgroup_read == (4 + 6) * 4  # 0 1 2 3, then 0 1 4 5 6 7
     assert (out.written, out.distinct_written, out.read) == (256, 256, 0)
+    _, result = run(source, [x, X], threadgroup=32)
+    assert result.traffic["x1"].simdgroup_read == (4 + 6) * 4
 
 
 def test_loads_of_every_width_are_counted() -> None:
@@ -805,6 +807,7 @@ def test_a_fault_in_fast_mode_ends_the_kernel_and_not_the_process() -> None:
     for source, kind in (
         ("y[i * 100000] = 1; // here", Kind.OUT_OF_BOUNDS),
         ("y[i] = 7 % int(x[i]); // here", Kind.UNDEFINED),
+        ("*(device float4*)(y + i % 8) = float4(1); // here", Kind.UNDEFINED),
     ):
         _, result = run(INDEX + source, [X], mode="fast", order="ascending")
         (report,) = result.reports

@@ -173,7 +173,8 @@ def space_errors(source: str) -> list[tuple[str, int, str]]:
         done = subprocess.run([*compiler.kernels, *flags, LIBRARY, "-"], input=source, capture_output=True, text=True)
         target.write_text(json.dumps(_errors(done.stderr) + _casts(done.stdout)))
 
-    path = _kept(f"spaces-{_key(compiler.version, _library(), *flags, source)}.json", build)
+    reader = Path(__file__).read_text()
+    path = _kept(f"spaces-{_key(compiler.version, _library(), reader, *flags, source)}.json", build)
     return [(file, line, text) for file, line, text in json.loads(path.read_text())]
 
 
