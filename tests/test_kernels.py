@@ -130,6 +130,20 @@ def test_gdn_verify_gives_rows_and_states_the_bits_of_steps_taken_one_by_one() -
         assert same_bits((state,), (states[n],))
 
 
+def test_a_settled_state_has_the_bits_of_the_one_the_next_round_commits() -> None:
+    arguments, lab = gdn_verify.example(5, 8, [6], 4, 2, 32, 16, mx.float16), Lab()
+    _, committed = lab.run(gdn_verify, arguments)
+    pending = (arguments["old"], arguments["kept"], arguments["state"])
+    assert same_bits((gdn_verify.settled(*pending, kernels=lab.kernels),), (committed,))
+
+
+def test_a_first_round_replays_nothing() -> None:
+    arguments = gdn_verify.example(5, 8, [6], 4, 2, 32, 16, mx.float16)
+    y, committed = Lab().run(gdn_verify, {**arguments, "old": None})
+    assert same_bits((committed,), (arguments["state"],))
+    assert same_bits((y,), Lab().run(gdn_verify, {**arguments, "kept": mx.array([0])})[:1])
+
+
 def test_gdn_conv_gives_rows_the_bits_of_steps_taken_one_by_one() -> None:
     arguments = gdn_conv.example(16, 4, [3], 2, 4, 32, 32, mx.bfloat16)
     whole = Lab().run(gdn_conv, arguments)

@@ -175,6 +175,12 @@ def gdn_verify(
     return y, committed
 
 
+def settled(old: Steps, kept: mx.array, state: mx.array, *, kernels: Kernels) -> mx.array:
+    """The committed state alone, with the bits the next round would give it: for a snapshot or a rewind."""
+    k, v, g, beta = (x[:, :1] for x in old)
+    return gdn_verify(k, k, v, g, beta, old, kept, state, kernels=kernels)[1]
+
+
 def room(rows: int, replayed: int) -> int:
     """Rows threadgroup memory is held for: a power of two, so that few variants are ever compiled."""
     return 1 << (max(rows, replayed) - 1).bit_length()
