@@ -21,7 +21,7 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from lisa.metal import NONE, Kernels, Packed
 from lisa.metal.gdn_conv import TAPS, gdn_conv
-from lisa.metal.gdn_verify import gdn_verify
+from lisa.metal.gdn_verify import gdn_verify, settled
 from lisa.metal.rows_attention import fits as attention_fits
 from lisa.metal.rows_attention import rows_attention
 from lisa.metal.rows_qmm import fits as qmm_fits
@@ -222,9 +222,7 @@ class GatedDeltaNet(qwen3_5.GatedDeltaNet):  # type: ignore[misc]
     def _settled(self, window: mx.array, state: mx.array, cache: RecurrentCache) -> tuple[mx.array, mx.array]:
         """Window and state after the rows that hold, by the kernel that would have replayed them."""
         assert cache.pending is not None
-        q, k, v, g, beta = (mx.zeros_like(x[:, :1]) for x in (cache.pending[0], *cache.pending))
-        kept = mx.array([cache.kept], mx.int32)
-        _, state = gdn_verify(q, k, v, g, beta, cache.pending, kept, state, kernels=self.kernels)
+        state = settled(cache.pending, mx.array([cache.kept], mx.int32), state, kernels=self.kernels)
         window = mx.contiguous(window[:, cache.kept : cache.kept + TAPS - 1])
         cache.pending, cache.kept = None, 0
         return window, state
