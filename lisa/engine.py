@@ -196,6 +196,9 @@ class _Run:
     def _dispatch_ahead(self, step: _Step) -> _Step | None:
         """While parked, start the next plain step before the last one is read."""
         more = self.ledger.room - self.ledger.delivered > 1
+        constraint = self.request.constraint
+        if constraint is not None and not constraint.free(2):  # it must see the token first
+            return None
         if step.proposal.size or not more or self._width(step.position + 1) > 0:
             return None
         self.session.state.commit(1)
@@ -203,11 +206,20 @@ class _Run:
         return self._dispatch(_nothing())
 
     def _judge(self, proposal: Proposal, logits: Array, features: Array | None, position: int) -> _Step:
-        verdict = verify(proposal, logits, self.sampler, position)
+        verdict = verify(proposal, logits, self.sampler, position, self._allowed(proposal, logits))
         logprobs: tuple[Array, ...] = ()
         if self.request.logprobs is not None:
             logprobs = sampling.logprobs(logits, verdict.rows, self.request.logprobs)
         return _Step(proposal, verdict, features, logprobs, position)
+
+    def _allowed(self, proposal: Proposal, logits: Array) -> Array | None:
+        """What the constraint leaves of each row. The draft is read on the host while the forward runs."""
+        constraint = self.request.constraint
+        if constraint is None or constraint.free(1 + proposal.size):
+            return None
+        mx.async_eval(proposal.tokens, logits)  # type: ignore[no-untyped-call]
+        rows = constraint.allowed(proposal.tokens.tolist())
+        return None if rows is None else mx.array(rows)
 
     def _settle(self, step: _Step, outcome: Outcome, committed: bool) -> Tokens:
         """Make the kept tokens true in the state, the drafter and the session."""
@@ -268,6 +280,8 @@ class _Ledger:
         return tuple(kept), Tokens(ids, text, reasoning, drafted, accepted, self._logprobs(step, ids))
 
     def _after(self, token: int) -> Reason | None:
+        if self.request.constraint is not None:
+            self.request.constraint.push(token)
         if token in self.request.eos:
             return "stop"
         self.delivered += 1

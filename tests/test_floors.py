@@ -17,10 +17,12 @@ FLOORS = {
     "errors": "",
     "blas": "errors",
     "memory": "errors types",
+    "tools": "text types",
     "hub": "errors types",
     "catalog": "errors types",
     "text": "errors types",
     "tokenizer": "errors text types",
+    "constrain": "errors text tokenizer types",
     "sampling": "metal types",
     "state": "errors metal types",
     "verify": "sampling types",
@@ -32,17 +34,19 @@ FLOORS = {
     "convert": "catalog errors types",
     "pairing": "catalog drafters errors hub target types",
     "loader": "blas catalog convert engine errors hub memory pace pairing prefix target tokenizer types",
-    "api": "blas errors loader text tokenizer types worker engine",
+    "api": "blas constrain errors loader memory text tokenizer tools types worker engine",
+    "server": "api errors text tools types",
     "measure": "blas engine errors loader types",
     "chat": "api catalog errors hub memory types",
     "train": "api blas drafters errors loader measure sampling target tokenizer types",
-    "cli": "api blas measure train catalog chat errors hub memory types",
+    "cli": "api blas measure server train catalog chat errors hub memory types",
     "__init__": "api errors types",
     "__main__": "cli",
 }
 
 WITHOUT_MLX = [
-    *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli"),
+    *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli", "tools"),
+    "constrain",
     "__init__",
 ]
 
