@@ -20,11 +20,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from lisa import __version__
 from lisa.api import Model, Reply
 from lisa.errors import LisaError
-from lisa.server import openai
+from lisa.server import anthropic, openai, responses
 from lisa.server.guard import Bodies, Hosts, Keys, Limits, Origins
 from lisa.server.metrics import Metrics
 from lisa.server.problem import Problem, problem
-from lisa.server.stream import DataWire, EventStream, Tick, Tint, Wire, collect, frames, gone, told
+from lisa.server.stream import DataWire, EventStream, EventWire, Tick, Tint, Wire, collect, frames, gone, told
 from lisa.server.turn import Ask, Head, Nature, Turn, new_id
 from lisa.text import CLOSE, OPEN
 
@@ -181,6 +181,8 @@ def make_app(service: Service, settings: Settings = Settings()) -> FastAPI:
     _add_failures(app)
     _add_house(app, desk)
     _add_openai(app, desk)
+    _add_responses(app, desk)
+    _add_anthropic(app, desk)
     return app
 
 
@@ -238,7 +240,7 @@ def _add_failures(app: FastAPI) -> None:
 
 
 def _invalid(error: RequestValidationError) -> Problem:
-    """The first thing wrong, by the name of its field. Of the members of a union, the one that was got into furthest."""
+    """The first thing wrong, by the name of its field. Of a union, the member that was got into furthest."""
     errors = error.errors()
     top = [e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]]
     first = max(top, key=lambda e: len(_path(e["loc"][1:], error.body)))
@@ -338,6 +340,41 @@ def _add_openai(app: FastAPI, desk: Desk) -> None:
         if body.stream:
             return EventStream(runs.stream(await runs.begin(0)), desk.settings.patience)
         return JSONResponse(await runs.whole(request))
+
+
+def _add_responses(app: FastAPI, desk: Desk) -> None:
+    @app.post("/v1/responses", responses=STREAMED, response_model=None)
+    async def respond(body: responses.ResponsesRequest, request: Request) -> Response:
+        """The next message, as items. Nothing is kept between requests."""
+        model = desk.model(body.model)
+        reply, turn = await desk.ask(model, responses.responses_ask(body, desk.nature(model)))
+        writer = responses.ResponsesWriter(body, desk.head("resp_", model, reply), turn)
+        if body.stream:
+            return desk.stream(reply, turn, writer, responses.ResponsesWire(writer))
+        await desk.collect(request, reply, turn)
+        return JSONResponse(writer.whole())
+
+
+def _add_anthropic(app: FastAPI, desk: Desk) -> None:
+    @app.post("/v1/messages", responses=STREAMED, response_model=None)
+    async def messages(body: anthropic.MessagesRequest, request: Request) -> Response:
+        """The assistant's next message, as blocks."""
+        model = desk.model(body.model)
+        reply, turn = await desk.ask(model, anthropic.messages_ask(body, desk.nature(model)))
+        writer = anthropic.MessagesWriter(desk.head("msg_", model, reply), turn, lambda: reply.stopped_by)
+        if body.stream:
+            return desk.stream(reply, turn, writer, EventWire())
+        await desk.collect(request, reply, turn)
+        return JSONResponse(writer.whole())
+
+    @app.post("/v1/messages/count_tokens", responses=_ERRORS)
+    async def count(body: anthropic.CountRequest) -> dict[str, int]:
+        """Tokens of the prompt that such a message would read."""
+        model = desk.model(body.model)
+        ask = anthropic.messages_ask(body, desk.nature(model))
+        tools = ask.options.get("tools") if ask.shown else None
+        thinking = ask.options.get("thinking")
+        return {"input_tokens": await run_in_threadpool(model.prompt_tokens, ask.messages, tools, thinking)}
 
 
 def _tint(model: Model, body: openai.Sampled, reply: Reply, reasoning: bool) -> Tint | None:
