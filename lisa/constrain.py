@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lisa.errors import LisaError, UsageError
 from lisa.text import CLOSE, OPEN
 from lisa.tokenizer import Tokenizer
+from lisa.tools import bounded
 
 MAX_GRAMMAR = 1 << 18
 """Characters of a grammar, schemas included."""
@@ -30,7 +31,7 @@ Phase = Literal["begin", "thinking", "closing", "answer"]
 
 def json_grammar(schema: Mapping[str, Any] | None) -> str:
     """Lark text for a JSON value that fits `schema`; None asks for any object."""
-    return f"start: %json {json.dumps({'type': 'object'} if schema is None else schema)}\n"
+    return f"start: %json {bounded({'type': 'object'} if schema is None else schema)}\n"
 
 
 def led(grammar: str, after_thinking: bool) -> str:

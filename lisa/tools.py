@@ -28,6 +28,7 @@ _JSON_TYPES: Mapping[str, Any] = {
     "object": dict,
 }
 _LONGEST_NAME = 200
+_BLANK = r"[\x20\x0A\x0D\x09]{0,24}"
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -488,7 +489,10 @@ def call_grammar(
 
 def _json_rules(i: int, tool: Tool) -> list[str]:
     head = json.dumps('\n{"name": ' + json.dumps(tool.name) + ', "arguments": ')
-    return [f"call_{i}: {head} arguments_{i} {json.dumps(chr(125) + chr(10))}", f"arguments_{i}: %json {_schema(tool)}"]
+    return [
+        f"call_{i}: {head} arguments_{i} {json.dumps(chr(125) + chr(10))}",
+        f"arguments_{i}: %json {bounded(_schema(tool))}",
+    ]
 
 
 def _xml_rules(i: int, tool: Tool) -> list[str]:
@@ -509,8 +513,13 @@ def _parameter_rules(name: str, key: str, schema: Any) -> list[str]:
         return [f"{name}: {head} ({' | '.join(map(json.dumps, enum))}) {tail}"]
     if _types(schema) <= {"string"}:
         return [f"{name}: {head} {name}_v", f"{name}_v[suffix={tail}]: /(.|\\n)*/"]
-    return [f"{name}: {head} {name}_v {tail}", f"{name}_v: %json {json.dumps(schema)}"]
+    return [f"{name}: {head} {name}_v {tail}", f"{name}_v: %json {bounded(schema)}"]
 
 
-def _schema(tool: Tool) -> str:
-    return json.dumps({"type": "object", **tool.parameters})
+def _schema(tool: Tool) -> Mapping[str, Any]:
+    return {"type": "object", **tool.parameters}
+
+
+def bounded(schema: Mapping[str, Any]) -> str:
+    """A schema as Lark text wants it. White space between its parts ends: a model could go on with it for ever."""
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": _BLANK}})

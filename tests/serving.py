@@ -45,7 +45,16 @@ class Speech:
         self._header = tokenizer.encode("assistant\n")
         self._prefixes = [tokenizer.encode(t) for t in ("<think>\n\n</think>\n\n", "<think>\n")]
         self._base = [0.0] * tokenizer.vocab
-        for text, value in (("\n", 0.5), ("1", 1.0), ("}", 3.0), ("]", 2.8), ('"', 2.5), ("<", 2.0), ("{", 1.5)):
+        for text, value in (
+            (":", 1.2),
+            (",", 0.2),
+            ("1", 1.0),
+            ("}", 3.0),
+            ("]", 2.8),
+            ('"', 3.5),
+            ("<", 2.0),
+            ("{", 1.5),
+        ):
             self._base[tokenizer.encode(text)[0]] = value
         self._base[self._eos] = 4.0
 

@@ -22,7 +22,7 @@ FLOORS = {
     "catalog": "errors types",
     "text": "errors types",
     "tokenizer": "errors text types",
-    "constrain": "errors text tokenizer types",
+    "constrain": "errors text tokenizer tools types",
     "sampling": "metal types",
     "state": "errors metal types",
     "verify": "sampling types",

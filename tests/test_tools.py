@@ -69,7 +69,7 @@ def xml(name: str, **values: str) -> str:
 
 
 def hermes(name: str, arguments: Any) -> str:
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 def test_values_get_the_types_of_the_schema() -> None:
@@ -121,7 +121,10 @@ DAMAGED = {
         {"city": "Oslo"},
     ),
     "ends inside a value": ("<tool_call>\n<function=get_weather>\n<parameter=city>\nOs", {"city": "Os"}),
-    "ends inside a tag": ("<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</para", {"city": "Oslo\n</para"}),
+    "ends inside a tag": (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</para",
+        {"city": "Oslo\n</para"},
+    ),
     "ends between parameters": (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<para",
         {"city": "Oslo"},
@@ -181,13 +184,16 @@ def test_a_second_call_survives_damage_to_the_first() -> None:
     broken = "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
     assert every_cut(broken + xml("search", q="x"))[1] == [("get_weather", {"city": "Oslo"}), ("search", {"q": "x"})]
     broken = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "x", oops\n</tool_call>\n'
-    assert every_cut(broken + hermes("search", {"q": "x"}))[1] == [("get_weather", {"city": "x"}), ("search", {"q": "x"})]
+    assert every_cut(broken + hermes("search", {"q": "x"}))[1] == [
+        ("get_weather", {"city": "x"}),
+        ("search", {"q": "x"}),
+    ]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["<tool_call>", "<tool_call>\n</tool_call>", "<tool_call>hm", "<tool_call>\n<function=>", "<tool_call>\n<function=ge",
-     '<tool_call>{"nam', "<tool_cal", "1 < 2 <t"],
+    ["<tool_call>", "<tool_call>\n</tool_call>", "<tool_call>hm", "<tool_call>\n<function=>",
+     "<tool_call>\n<function=ge", '<tool_call>{"nam', "<tool_cal", "1 < 2 <t"],
 )  # fmt: skip
 def test_E6_hopeless_markup_is_returned_as_text(text: str) -> None:
     assert every_cut(f"So: {text}") == (f"So: {text}", [])
@@ -211,7 +217,19 @@ def test_any_calls_in_any_pieces_come_back_whole(data: st.DataObject) -> None:
 
 
 MARKUP = ["<tool_call>", "</tool_call>", "<function=search>", "</function>", "<parameter=q>", "</parameter>", "\n", "x"]
-MARKUP += ['{"name": "search", ', '"arguments": {', '"q": ', '"v"', "}", "{", '"', "\\", "<function=", "<parameter", ">"]
+MARKUP += [
+    '{"name": "search", ',
+    '"arguments": {',
+    '"q": ',
+    '"v"',
+    "}",
+    "{",
+    '"',
+    "\\",
+    "<function=",
+    "<parameter",
+    ">",
+]
 
 
 @given(st.lists(st.sampled_from(MARKUP), max_size=14).map("".join), st.integers(1, 7))

@@ -96,7 +96,7 @@ class ScriptedTarget:
     def forward(self, tokens: mx.array, state: Any, taps: Sequence[int] = (), rows: int = 1) -> tuple[mx.array, Any]:
         read = tokens.tolist()
         before = state.tokens
-        out = [self._logits((*before, *read[: i + 1])) for i in range(len(read))]
+        out = [self._logits((*before, *read[: i + 1])) for i in range(len(read) - rows, len(read))]
         state.tokens = (*before, *read)
         state.advance(len(read))
         features = None
@@ -107,7 +107,7 @@ class ScriptedTarget:
                 for tap in taps
             ]
             features = mx.concatenate([mx.array(c) for c in columns], axis=-1)
-        return mx.array(out[len(out) - rows :]).reshape(rows, self.vocab), features
+        return mx.array(out).reshape(rows, self.vocab), features
 
 
 class _TokenState(State):
