@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import signal
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -58,9 +56,11 @@ class _Server(uvicorn.Server):
         self._leave = leave
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        first = not self.should_exit
-        super().handle_exit(sig, frame)
-        if first:
+        # Not the library's own, which raises the signal again in the end.
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            self.should_exit = True
             threading.Thread(target=self._leave, daemon=True).start()
 
 
@@ -100,9 +100,7 @@ def serve(listening: socket.socket, load: Callable[[], Model], settings: Setting
 
     loading = threading.Thread(target=bring_up, name="lisa-load", daemon=True)
     loading.start()
-    with suppress(KeyboardInterrupt):
-        asyncio.run(server.serve(sockets=[listening]))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    asyncio.run(server.serve(sockets=[listening]))
     close()
     if failure:
         raise failure[0]
