@@ -127,7 +127,7 @@ def run(arms: dict[str, Arm], clients: list[int], tokens: int, repeats: int) -> 
     for _ in range(repeats):
         for name, arm in arms.items():
             with serving(arm.command) as (port, process):
-                load(port, arm.model, 1, 4)  # the first request pays for what is made once
+                ask(port, arm.model, "Hello.", 4)  # the first request pays for what is made once
                 for n in clients:
                     found[name][n].append(measured(load(port, arm.model, n, tokens)) | {"memory": memory(process.pid)})
     return {
@@ -181,7 +181,8 @@ def load(port: int, model: str, clients: int, tokens: int) -> list[Stream]:
 
     def client(i: int) -> None:
         ready.wait()
-        streams.append(ask(port, model, PROMPTS[i % len(PROMPTS)], tokens))
+        # A number in front: no server has read the prompt before.
+        streams.append(ask(port, model, f"{clients}.{i}: {PROMPTS[i % len(PROMPTS)]}", tokens))
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
     for thread in threads:

@@ -44,10 +44,8 @@ class Tool:
     @property
     def described(self) -> dict[str, Any]:
         """As chat templates expect it."""
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},
-        }
+        about = {"description": self.description} if self.description else {}
+        return {"type": "function", "function": {"name": self.name, **about, "parameters": dict(self.parameters)}}
 
     @cached_property
     def properties(self) -> Mapping[str, Any]:

@@ -99,7 +99,9 @@ def test_the_table_has_no_cycle() -> None:
             del below[room]
 
 
-@pytest.mark.parametrize("module", ["lisa", "lisa.api", "lisa.cli", "lisa.text", "lisa.hub", "lisa.worker"])
+@pytest.mark.parametrize(
+    "module", ["lisa", "lisa.api", "lisa.cli", "lisa.text", "lisa.hub", "lisa.worker", "lisa.server.run"]
+)
 def test_importing_the_front_loads_neither_mlx_nor_a_blas(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm', 'numpy')])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
