@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lisa import blas as blas_
-from lisa.errors import LisaError, NoBackend, UsageError
-from lisa.types import Done, Event, Messages, Reason, Request, Sampling, Stats, TokenLogprob, Tokens
+from lisa.constrain import Constrained, Grammars, json_grammar, led
+from lisa.errors import ContextFull, LisaError, NoBackend, UsageError
+from lisa.memory import Budget
+from lisa.text import CLOSE, OPEN, TextReader
+from lisa.tools import Style, Tool, call_grammar, style
+from lisa.types import Constraint, Done, Event, Messages, Reason, Request, Sampling, Stats, TokenLogprob, Tokens
 from lisa.worker import Job, Worker
 
 if TYPE_CHECKING:  # importing these brings MLX in, and the BLAS must be chosen before
@@ -19,6 +23,9 @@ if TYPE_CHECKING:  # importing these brings MLX in, and the BLAS must be chosen 
     from lisa.loader import Loaded
 
 Say = Callable[[str], None]
+
+_USUAL = 4096
+"""Tokens of an answer that memory is looked for when a request sets no limit."""
 
 
 def load(
@@ -36,7 +43,10 @@ def load(
     kernels: bool = True,
     blas: bool = True,
     strict: bool = False,
+    context: int | None = None,
     slots: int = 1,
+    queue: int | None = None,
+    backlog: int | None = None,
     say: Say | None = None,
 ) -> Model:
     """Load a model by catalogue name, folder or Hub id.
@@ -45,14 +55,18 @@ def load(
     prompt lookup in front of it. `drafter_config` is a JSON file of fields that win over the drafter's own, and
     `drafter_bits` 8 or 4 packs its matrices. `width` fixes how many tokens are drafted at once (0..15). `kv_bits` 8 or
     4 packs the attention cache. `chunk` is the number of prompt tokens read at once. `offline` opens no connection.
-    `slots` requests run interleaved, each with a context of its own. `say` takes progress lines.
+    `context` limits prompt and answer together to fewer tokens than the model was made for. `slots` requests run
+    interleaved, each with a context of its own; `queue` more may wait, and `backlog` events of one may be left unread
+    (None: any number). `say` takes progress lines.
 
     On a Mac `kernels` False declines Lisa's own kernels, and `exact` False lets a plain step use whatever is fastest:
     its text may then differ from drafted text at near ties. On a Linux CPU `blas` False declines MKL and `strict` asks
     for bit-equal rows (lisa/blas.py). Raises LisaError.
     """
+    if context is not None and context < 2:
+        raise UsageError(f"a context holds at least 2 tokens, not {context}")
     in_use = blas_.use(mkl=blas, strict=strict)
-    worker = Worker(slots)
+    worker = Worker(slots, queue, backlog)
 
     def loaded() -> Loaded:
         import_mlx()
@@ -74,7 +88,7 @@ def load(
         )
 
     try:
-        return Model(worker.call(loaded), worker, in_use)
+        return Model(worker.call(loaded), worker, in_use, context)
     except BaseException as error:
         worker.close(wait=not isinstance(error, KeyboardInterrupt))  # a download can take an hour
         raise
@@ -101,10 +115,15 @@ class Answer:
 
 
 class Reply:
-    """The events of one request: iterate it with `for` or `async for`, once. Leaving the loop early cancels."""
+    """The events of one request: iterate it with `for` or `async for`, once. Leaving the loop early cancels.
 
-    def __init__(self, job: Job):
+    `prompt` is what was asked, as tokens.
+    """
+
+    def __init__(self, job: Job, prompt: tuple[int, ...], reader: TextReader):
         self._job = job
+        self._reader = reader
+        self.prompt = prompt
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._job)
@@ -115,6 +134,11 @@ class Reply:
     def cancel(self) -> None:
         """End the reply at the next round, from any thread."""
         self._job.cancel()
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the answer, once it has ended."""
+        return self._reader.stopped_by
 
     def read(self) -> Answer:
         """Wait for the whole reply."""
@@ -141,14 +165,20 @@ def _answer(events: Sequence[Event]) -> Answer:
 class Model:
     """A loaded model. Its methods may be called from several threads; requests beyond `slots` wait their turn."""
 
-    def __init__(self, loaded: Loaded, worker: Worker, blas: blas_.Blas):
+    def __init__(self, loaded: Loaded, worker: Worker, blas: blas_.Blas, context: int | None = None):
         self._loaded: Loaded | None = loaded
         self._worker = worker
+        self._grammars = Grammars(loaded.tokenizer)
+        self._vocab = loaded.engine.target.vocab
+        self._budget = Budget(loaded.limit, loaded.weights, loaded.kv_bytes, loaded.state_bytes)
         self._idle: list[Session] = []  # touched on the worker's thread only
         self.tokenizer = loaded.tokenizer
         self.name = loaded.name
         self.sampling = loaded.sampling
-        self.context = loaded.engine.target.context
+        self.drafter = loaded.drafter
+        limits = [limit for limit in (context, loaded.engine.target.context) if limit is not None]
+        self.context = min(limits, default=None)
+        self.memory = loaded.weights  # bytes of weights and of idle contexts, as of the last reply
         self.about = f"{loaded.about}, BLAS {blas}" if " on CPU" in loaded.about else loaded.about
 
     def chat(
@@ -160,7 +190,11 @@ class Model:
         stop: str | Sequence[str] | None = None,
         logprobs: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        parallel: bool = True,
+        schema: Mapping[str, Any] | Literal["object"] | None = None,
         thinking: bool | None = None,
+        thinking_budget: int | None = None,
         effort: str | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> Reply:
@@ -168,10 +202,99 @@ class Model:
 
         `sampling` None takes the model's defaults. `stop` strings end the answer and are not part of it. `logprobs` n
         adds each token's log-probability and the n best alternatives. `thinking`, `effort` and `template` are options
-        of the model's chat template. Raises NoTemplate, UsageError; ContextFull arrives with the events.
+        of the model's chat template; thinking is ended after `thinking_budget` tokens.
+
+        `tools` are shown to the model unless `tool_choice` is none; required, or the name of one, makes it call
+        (lisa/tools.py reads the calls out of the text), without `parallel` only once. `schema` is a JSON schema that
+        the answer fits, "object" any JSON object. Raises NoTemplate, ContextFull, MemoryFull, Busy, UsageError.
         """
-        prompt = self.tokenizer.render(messages, tools=tools, thinking=thinking, effort=effort, extra=template)
-        return self._reply(prompt, sampling, max_tokens, stop, logprobs, reasoning=True)
+        chosen = self._tools(tools, tool_choice, schema)
+        shown = [tool.described for tool in chosen]
+        prompt = self.tokenizer.render(messages, tools=shown, thinking=thinking, effort=effort, extra=template)
+        if thinking is not None or thinking_budget is not None:
+            self._check_thinking(messages, thinking, thinking_budget)
+        grammar = self._grammar(chosen, tool_choice, parallel, schema)
+        constraint = None
+        if grammar is not None or thinking_budget is not None:
+            tail = self.tokenizer.decode(prompt[-16:])
+            matcher = None
+            if grammar is not None:
+                may_think = self.tokenizer.raw.token_to_id(CLOSE) is not None and not tail.rstrip().endswith(CLOSE)
+                matcher = self._grammars.matcher(led(grammar, may_think))
+            constraint = Constrained(self.tokenizer, self._vocab, tail, matcher, thinking_budget)
+        return self._reply(prompt, sampling, max_tokens, stop, logprobs, True, constraint)
+
+    def _tools(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None,
+        choice: str,
+        schema: Mapping[str, Any] | Literal["object"] | None,
+    ) -> list[Tool]:
+        """The tools the model is shown."""
+        given = [_tool(tool) for tool in tools or ()]
+        if choice not in ("auto", "none", "required", *(tool.name for tool in given)):
+            raise UsageError(f"tool_choice {choice!r} is not among the tools")
+        if choice == "required" and not given:
+            raise UsageError("tool_choice asks for a call, and there are no tools")
+        if not given or choice == "none":
+            return []
+        if self.calls is None:
+            raise UsageError(f"tools: the chat template of {self.name} knows none; leave them out")
+        if schema is not None and choice != "auto":
+            raise UsageError("tool_choice and a schema for the answer exclude one another")
+        return given if choice in ("auto", "required") else [tool for tool in given if tool.name == choice]
+
+    def _grammar(
+        self,
+        tools: list[Tool],
+        choice: str,
+        parallel: bool,
+        schema: Mapping[str, Any] | Literal["object"] | None,
+    ) -> str | None:
+        strict = any(tool.strict for tool in tools)
+        if tools and self.calls is not None and (strict or choice not in ("auto", "none")):
+            if schema is not None:
+                raise UsageError("strict tools and a schema for the answer exclude one another")
+            free = choice == "auto"
+            return call_grammar(tools, self.calls, self._grammars.literal, several=parallel, free_text=free)
+        return None if schema is None else json_grammar(None if schema == "object" else schema)
+
+    def _check_thinking(self, messages: Messages, thinking: bool | None, budget: int | None) -> None:
+        """Raise for what the template would ignore."""
+        if budget is not None and budget < 0:
+            raise UsageError(f"thinking_budget is a number of tokens, not {budget}")
+        if (thinking or budget is not None) and not self.thinks:
+            raise UsageError(f"thinking: {self.name} does not think; leave it out")
+        if thinking is False and self.thinks and "enable_thinking" not in self._template:
+            raise UsageError(f"thinking: {self.name} cannot be told not to think; leave it out")
+
+    @property
+    def _template(self) -> str:
+        template = self.tokenizer.fast.chat_template
+        return template if isinstance(template, str) else "".join((template or {}).values())
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model's chat template knows thinking."""
+        return self.tokenizer.raw.token_to_id(CLOSE) is not None and any(
+            word in self._template for word in (OPEN, "enable_thinking")
+        )
+
+    @property
+    def calls(self) -> Style | None:
+        """How the model writes tool calls; None for a model whose template shows it no tools."""
+        return style(self._template)
+
+    def reads(self, option: str) -> bool:
+        """Whether the chat template looks at an option of this name."""
+        return option in self._template
+
+    def prompt_tokens(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, thinking: bool | None = None
+    ) -> int:
+        """Tokens of the prompt that `chat` would read."""
+        shown = [tool.described for tool in self._tools(tools, "auto", None)]
+        return len(self.tokenizer.render(messages, tools=shown, thinking=thinking))
 
     def generate(
         self,
@@ -184,7 +307,7 @@ class Model:
     ) -> Reply:
         """Plain completion of a text or of token ids: no template, nothing split off. Options as in `chat`."""
         ids = self.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt)
-        return self._reply(ids, sampling, max_tokens, stop, logprobs, reasoning=False)
+        return self._reply(ids, sampling, max_tokens, stop, logprobs, False)
 
     def _reply(
         self,
@@ -194,23 +317,64 @@ class Model:
         stop: str | Sequence[str] | None,
         logprobs: int | None,
         reasoning: bool,
+        constraint: Constraint | None = None,
     ) -> Reply:
         sampling = self.sampling if sampling is None else sampling
         _check(prompt, sampling, max_tokens, logprobs, self.tokenizer.vocab)
+        room = self._room(prompt)
+        longest = room if max_tokens is None else max_tokens if room is None else min(room, max_tokens)
+        # An answer without a limit of its own is expected to need this much; it may grow past it while there is memory.
+        need = self._budget.need(len(prompt) + min(longest or _USUAL, max_tokens or _USUAL))
+        self._budget.check(need)
         reader = self.tokenizer.reader(stop=stop, prompt=prompt, reasoning=reasoning)
-        request = Request(tuple(prompt), sampling, max_tokens, self.tokenizer.eos, logprobs, reader)
-        return Reply(self._worker.stream(lambda: self._run(request)))
+        request = Request(tuple(prompt), sampling, longest, self.tokenizer.eos, logprobs, reader, constraint)
+        return Reply(self._worker.stream(lambda: self._run(request, need)), request.tokens, reader)
 
-    def _run(self, request: Request) -> Generator[Event, None, None]:
+    def _room(self, prompt: Sequence[int]) -> int | None:
+        """Tokens left for an answer. Raises ContextFull."""
+        if not prompt:
+            raise ContextFull("the prompt is empty; give at least one token")
+        if self.context is not None and len(prompt) >= self.context:
+            raise ContextFull(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.context}; shorten the conversation"
+            )
+        return None if self.context is None else self.context - len(prompt)
+
+    def _run(self, request: Request, need: int) -> Generator[Event, None, None]:
         """On the worker's thread: one request on the session that has read most of its prompt."""
         session = self._session(request.tokens)
+        self._fit(need)
         try:
-            yield from session.run(request)
+            with self._budget.held(need):
+                yield from session.run(request)
         except LisaError:
-            self._idle.append(session)
+            self._keep(session)
             raise
         # Not after any other error: what a bug has left in doubt is not used again.
+        self._keep(session)
+
+    def _fit(self, need: int) -> None:
+        """Caches of earlier conversations give way to a request; what then still does not fit is refused."""
+        while self._idle and not self._budget.fits(need, self._cached()):
+            self._idle.pop(0)
+        self._budget.check(need, self._budget.in_use)
+
+    def _keep(self, session: Session) -> None:
         self._idle.append(session)
+        self.memory = self._budget.weights + self._cached()
+
+    def _cached(self) -> int:
+        return sum(session.state.nbytes + session.drafter.nbytes for session in self._idle)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread lives."""
+        return self._worker.alive
+
+    @property
+    def unfinished(self) -> int:
+        """Replies that run or wait."""
+        return self._worker.unfinished
 
     def _session(self, tokens: tuple[int, ...]) -> Session:
         if not self._idle:
@@ -237,6 +401,15 @@ class Model:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    """A tool as chat APIs write it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UsageError('tools: each is {"type": "function", "function": {"name": ..., "parameters": {...}}}')
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
 
 
 def _check(prompt: Sequence[int], sampling: Sampling, max_tokens: int | None, logprobs: int | None, vocab: int) -> None:

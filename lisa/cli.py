@@ -221,6 +221,76 @@ def _declines(question: str) -> bool:
 
 
 @app.command()
+def serve(
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Catalogue name, folder or Hub id.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's own need a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    api_key_file: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="File with the key clients must show; or LISA_API_KEY.")
+    ] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="A name clients may reach this machine by.")] = None,
+    allow_origin: Annotated[list[str] | None, typer.Option(help="A web site that may ask, as https://name.")] = None,
+    max_concurrent: Annotated[int, typer.Option(min=1, max=64, help="Requests decoded in turn.")] = 4,
+    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait beside them.")] = 64,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Most seconds a reply may take.")] = None,
+    context: Annotated[int | None, typer.Option(min=2, help="Most tokens of prompt and answer together.")] = None,
+    drafter: Annotated[
+        str, typer.Option(help="auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; +ngram goes behind.")
+    ] = "auto",
+    drafter_config: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="JSON fields that win over the drafter's own.")
+    ] = None,
+    drafter_bits: Annotated[int | None, typer.Option(help="8 or 4 packs the drafter's matrices.")] = None,
+    width: Annotated[int | None, typer.Option(min=0, max=MAX_WIDTH, help="Tokens drafted at once.")] = None,
+    kv_bits: Annotated[int | None, typer.Option(help="8 or 4 packs the attention cache.")] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens read at once, between rounds of others.")] = 512,
+    quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Bit-equal rows on a CPU, slower.")] = False,
+    no_blas: Annotated[bool, typer.Option("--no-blas", help="Leave Intel MKL out, on Linux.")] = False,
+) -> None:
+    """Serve a model to programs: OpenAI's chat completions, completions and responses, Anthropic's messages, a page.
+
+    docs/server.md has examples. Nothing is reachable from another machine unless --host says so.
+    """
+    if no_blas and sys.platform == "darwin":
+        raise UsageError("--no-blas leaves out Intel MKL, which is never used on a Mac: leave out the option")
+    try:
+        from lisa.server import run
+        from lisa.server.app import Settings
+    except ImportError as error:
+        raise UsageError(f'lisa serve needs {error.name}: pip install "lisa[serve]"') from error
+    key = run.read_key(None if api_key_file is None else str(api_key_file), os.environ.get("LISA_API_KEY"))
+    listening = run.bind(host, port, key)
+    if model is None:
+        model, why = default_model(machine(), quantisation, _here, _declines if offline else _agrees)
+        say(f"using {model}: {why}")
+    load = partial(
+        api.load,
+        model,
+        drafter=drafter,
+        drafter_config=drafter_config,
+        drafter_bits=drafter_bits,
+        width=width,
+        quantisation=quantisation,
+        kv_bits=kv_bits,
+        chunk=chunk,
+        offline=offline,
+        blas=not no_blas,
+        strict=strict,
+        context=context,
+        slots=max_concurrent,
+        queue=max_queue,
+        backlog=1024,
+        say=say,
+    )
+    hosts = (host, *(allow_host or ()))
+    run.serve(listening, load, Settings(key, hosts, tuple(allow_origin or ()), timeout=timeout), say)
+
+
+@app.command()
 def bench(
     model: Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.")],
     drafters: Annotated[str, typer.Option(help="What to compare with plain decoding, separated by commas.")] = "auto",

@@ -122,7 +122,7 @@ class _Run:
         seed = request.sampling.seed
         self.sampling = replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed)
         self.sampler = sampling.Sampler(self.sampling, self.target.vocab, request.tokens)
-        self.bare = self.sampler.bare and request.logprobs is None
+        self.bare = self.sampler.bare and request.logprobs is None and request.constraint is None
         self.ledger = _Ledger(request, _room(request, self.target.context))
         self.fresh = mx.array([], mx.int32)  # delivered, not yet counted by the sampler nor read by the target
 
@@ -208,6 +208,9 @@ class _Run:
     def _dispatch_ahead(self, step: _Step) -> _Step | None:
         """While parked, start the next plain step before the last one is read."""
         more = self.ledger.room - self.ledger.delivered > 1
+        constraint = self.request.constraint
+        if constraint is not None and not constraint.free(2):  # it must see the token first
+            return None
         if step.proposal.size or not more or self._width(step.position + 1) > 0:
             return None
         self.session.state.commit(1)
@@ -215,11 +218,23 @@ class _Run:
         return self._dispatch(_nothing())
 
     def _judge(self, proposal: Proposal, logits: Array, features: Array | None, position: int, asked: int = 0) -> _Step:
-        verdict = verify_best(proposal, logits) if self.bare else verify(proposal, logits, self.sampler, position)
+        if self.bare:
+            verdict = verify_best(proposal, logits)
+        else:
+            verdict = verify(proposal, logits, self.sampler, position, self._allowed(proposal, logits))
         logprobs: tuple[Array, ...] = ()
         if self.request.logprobs is not None:
             logprobs = sampling.logprobs(logits, verdict.rows, self.request.logprobs)
         return _Step(proposal, verdict, features, logprobs, position, asked)
+
+    def _allowed(self, proposal: Proposal, logits: Array) -> Array | None:
+        """What the constraint leaves of each row. The draft is read on the host while the forward runs."""
+        constraint = self.request.constraint
+        if constraint is None or constraint.free(1 + proposal.size):
+            return None
+        mx.async_eval(proposal.tokens, logits)  # type: ignore[no-untyped-call]
+        rows = constraint.allowed(proposal.tokens.tolist())
+        return None if rows is None else mx.array(rows)
 
     def _settle(self, step: _Step, outcome: Outcome, committed: bool) -> Tokens:
         """Make the kept tokens true in the state, the drafter and the session."""
@@ -285,6 +300,8 @@ class _Ledger:
         return tuple(kept), Tokens(ids, text, reasoning, drafted, accepted, self._logprobs(step, ids))
 
     def _after(self, token: int) -> Reason | None:
+        if self.request.constraint is not None:
+            self.request.constraint.push(token)
         if token in self.request.eos:
             return "stop"
         self.delivered += 1

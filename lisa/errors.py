@@ -53,6 +53,18 @@ class NoBackend(LisaError):
     """MLX is missing, or cannot run on this machine."""
 
 
+class Busy(LisaError):
+    """As many requests wait as may wait."""
+
+
+class MemoryFull(LisaError):
+    """The request's context does not fit into memory beside what is resident."""
+
+
+class TooSlow(LisaError):
+    """A reader left so much of its reply unread that the reply was given up."""
+
+
 class Closed(LisaError):
     """The model was closed while this was waiting."""
 

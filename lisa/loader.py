@@ -41,6 +41,28 @@ class Loaded:
     drafter_bytes: int
 
     @property
+    def weights(self) -> int:
+        """Bytes of the weights, the drafter's included."""
+        return self.engine.target.nbytes + self.drafter_bytes
+
+    @property
+    def limit(self) -> int:
+        """Bytes that may be resident: what Metal recommends, or most of a computer's memory."""
+        if mx.default_device() == mx.gpu:
+            return int(mx.device_info()["max_recommended_working_set_size"])
+        return int(0.9 * machine().memory)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of attention cache for each token of context."""
+        return self.engine.target.kv_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a context whatever its length, as the catalogue says."""
+        return self.entry.memory.state_bytes if self.entry else 0
+
+    @property
     def about(self) -> str:
         device = "Metal" if mx.default_device() == mx.gpu else "CPU"
         size = gigabytes(self.engine.target.nbytes)

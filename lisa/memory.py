@@ -1,4 +1,4 @@
-"""What this machine has. The byte budget of everything resident will live here."""
+"""What this machine has, and the byte budget of everything resident."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from lisa.errors import MemoryFull
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,44 @@ def cpu() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor()
+
+
+class Budget:
+    """Who may use how much of `limit` bytes: `weights`, running requests, and caches, which yield first.
+
+    A context takes `kv_bytes` for each token and `state_bytes` whatever its length. `held` is for one thread; the rest
+    may be asked from any.
+    """
+
+    def __init__(self, limit: int, weights: int, kv_bytes: int, state_bytes: int):
+        self.limit = limit
+        self.weights = weights
+        self._kv_bytes = kv_bytes
+        self._state_bytes = state_bytes
+        self.in_use = 0
+
+    def need(self, tokens: int) -> int:
+        """Bytes of a context of `tokens`."""
+        return self._state_bytes + tokens * self._kv_bytes
+
+    def fits(self, need: int, others: int) -> bool:
+        return self.weights + self.in_use + others + need <= self.limit
+
+    def check(self, need: int, others: int = 0) -> None:
+        """Raises MemoryFull with both numbers."""
+        if self.weights + others + need > self.limit:
+            raise MemoryFull(
+                f"the request needs {gigabytes(need)} beside {gigabytes(self.weights + others)} in use, and "
+                f"{gigabytes(self.limit)} may be resident; shorten the prompt or set a smaller max_tokens"
+            )
+
+    @contextmanager
+    def held(self, need: int) -> Iterator[None]:
+        self.in_use += need
+        try:
+            yield
+        finally:
+            self.in_use -= need
 
 
 def gigabytes(size: float) -> str:

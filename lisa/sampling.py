@@ -1,8 +1,8 @@
 """Logits -> filtered distribution -> token, with noise keyed by (seed, absolute position, token id).
 
-Order of operations, everywhere: logit bias, penalties, temperature, top_k, top_p, min_p, then the draw. Temperature
-comes before the filters, as in vLLM and transformers. R rows are consecutive positions, V is the vocabulary, K the
-number of candidates that are still looked at (V without top_k).
+Order of operations, everywhere: logit bias, penalties, constraint, temperature, top_k, top_p, min_p, then the draw.
+Temperature comes before the filters, as in vLLM and transformers. R rows are consecutive positions, V is the
+vocabulary, K the number of candidates that are still looked at (V without top_k).
 """
 
 from __future__ import annotations
@@ -69,13 +69,16 @@ class Sampler:
         if self._answer is not None:
             self._answer = self._answer.at[tokens].add(1.0)
 
-    def candidates(self, logits: mx.array, draft: mx.array) -> Candidates:
-        """Filtered distributions of all rows. `logits` [R, V]; `draft` int32 [R-1]: row j follows draft[:j]."""
+    def candidates(self, logits: mx.array, draft: mx.array, allowed: mx.array | None = None) -> Candidates:
+        """Filtered distributions of all rows. `logits` [R, V]; `draft` int32 [R-1]: row j follows draft[:j]; `allowed`
+        bool [R, V] or None for all: what is not allowed has no probability."""
         logits = logits.astype(mx.float32)
         if self._bias is not None:
             logits = logits + self._bias
         if self._answer is not None:
             logits = self._penalise(logits, draft)
+        if allowed is not None:
+            logits = mx.where(allowed, logits, _NEVER)
         return filtered(logits, self.sampling)
 
     def _penalise(self, logits: mx.array, draft: mx.array) -> mx.array:

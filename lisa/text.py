@@ -28,7 +28,7 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def _settled(text: str, needles: Sequence[str]) -> int:
+def settled(text: str, needles: Sequence[str]) -> int:
     """Length of the part of `text` that cannot turn out to be the beginning of a needle."""
     first = max(0, len(text) - max(map(len, needles), default=0) + 1)
     return next((i for i in range(first, len(text)) if any(n.startswith(text[i:]) for n in needles)), len(text))
@@ -110,8 +110,8 @@ class ReasoningSplit:
             self._thinking = self._begun = False
             self._held = after
             return True, piece
-        settled = _settled(self._held, (CLOSE,))
-        piece, self._held = self._held[:settled], self._held[settled:]
+        end = settled(self._held, (CLOSE,))
+        piece, self._held = self._held[:end], self._held[end:]
         return False, piece
 
     def finish(self) -> tuple[str, str]:
@@ -125,12 +125,14 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is certainly in front of any stop string, a stop string is complete)."""
         self._held += text
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        end = min(found)[1] if found else _settled(self._held, self._stops)
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        end = min(found)[1] if found else settled(self._held, self._stops)
+        self.found = min(found)[2] if found else None
         piece, self._held = self._held[:end], "" if found else self._held[end:]
         return piece, bool(found)
 
@@ -153,6 +155,11 @@ class TextReader:
         self._stopped = False
         self._answer: list[str] = []
         self._reasoning: list[str] = []
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.found
 
     def push(self, token: int) -> bool:
         if not self._stopped:

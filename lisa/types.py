@@ -140,6 +140,19 @@ class Reader(Protocol):
         """What was held back, once no further token will come."""
 
 
+class Constraint(Protocol):
+    """Says which tokens may come next, row by row (lisa/constrain.py). One serves one request."""
+
+    def free(self, rows: int) -> bool:
+        """Whether the next `rows` tokens may be any at all, whatever they turn out to be."""
+
+    def allowed(self, draft: Sequence[int]) -> Array | None:
+        """bool [len(draft) + 1, V]: row j is what may follow draft[:j]; None where all may. Changes nothing."""
+
+    def push(self, token: int) -> None:
+        """Take one committed token, an end of turn included."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One generation: the whole conversation as tokens, and what to do with what follows.
@@ -154,6 +167,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     logprobs: int | None = None
     reader: Reader | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,12 @@ class Verdict:
         return Outcome(tuple(values[:k]), accepted, values[2 * k + accepted])
 
 
-def verify(proposal: Proposal, logits: mx.array, sampler: Sampler, position: int) -> Verdict:
-    """`logits` [k + 1, V]: row j was computed after the anchor, which stands at `position`, and draft tokens [:j]."""
-    candidates = sampler.candidates(logits, proposal.tokens)
+def verify(
+    proposal: Proposal, logits: mx.array, sampler: Sampler, position: int, allowed: mx.array | None = None
+) -> Verdict:
+    """`logits` [k + 1, V]: row j was computed after the anchor, which stands at `position`, and draft tokens [:j].
+    `allowed` bool [k + 1, V] is what a constraint leaves of each row."""
+    candidates = sampler.candidates(logits, proposal.tokens, allowed)
     positions = mx.arange(position + 1, position + proposal.size + 2)
     if sampler.sampling.greedy or sampler.sampling.rule == "coupled":
         agree, draws = _coupled(proposal, candidates, sampler, positions)

@@ -18,10 +18,12 @@ FLOORS = {
     "metal": "",
     "blas": "errors",
     "memory": "errors types",
+    "tools": "text types",
     "hub": "errors types",
     "catalog": "errors types",
     "text": "errors types",
     "tokenizer": "errors text types",
+    "constrain": "errors text tokenizer tools types",
     "sampling": "metal types",
     "state": "errors metal types",
     "verify": "sampling types",
@@ -39,18 +41,20 @@ FLOORS = {
     "pairing": "catalog drafters errors hub target types",
     "loader": "blas catalog convert engine errors hub memory metal pace pairing prefix remember selfcheck target "
     "tokenizer types",
-    "api": "blas errors loader text tokenizer types worker engine",
+    "api": "blas constrain errors loader memory text tokenizer tools types worker engine",
+    "server": "api errors text tools types",
     "prompts": "errors tokenizer types",
     "measure": "blas engine errors loader memory prompts types",
     "chat": "api catalog errors hub memory types",
     "train": "api blas drafters errors loader measure prompts sampling target tokenizer types",
-    "cli": "api blas measure train catalog chat errors hub memory types",
+    "cli": "api blas measure server train catalog chat errors hub memory types",
     "__init__": "api errors types",
     "__main__": "cli",
 }
 
 WITHOUT_MLX = [
-    *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli"),
+    *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli", "tools"),
+    "constrain",
     "__init__",
 ]
 
@@ -103,7 +107,9 @@ def test_the_table_has_no_cycle() -> None:
             del below[room]
 
 
-@pytest.mark.parametrize("module", ["lisa", "lisa.api", "lisa.cli", "lisa.text", "lisa.hub", "lisa.worker"])
+@pytest.mark.parametrize(
+    "module", ["lisa", "lisa.api", "lisa.cli", "lisa.text", "lisa.hub", "lisa.worker", "lisa.server.run"]
+)
 def test_importing_the_front_loads_neither_mlx_nor_a_blas(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm', 'numpy')])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

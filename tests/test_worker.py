@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 import pytest
 
-from lisa.errors import Cancelled, Closed
+from lisa.errors import Busy, Cancelled, Closed, TooSlow
 from lisa.types import Done, Event, Progress
 from lisa.worker import Worker
 
@@ -166,4 +166,88 @@ def test_calls_from_many_threads_all_answer() -> None:
     for thread in threads:
         thread.join(timeout=60)
     assert sorted(sums) == [2 * n + 1 for n in range(1, 21)]
+    worker.close()
+
+
+def hold(worker: Worker) -> tuple[threading.Event, threading.Event]:
+    """Keep the thread busy until the second event is set; the first tells that it is."""
+    busy, gate = threading.Event(), threading.Event()
+    threading.Thread(target=worker.call, args=(lambda: busy.set() or gate.wait(60),), daemon=True).start()
+    assert busy.wait(60)
+    return busy, gate
+
+
+def test_no_more_than_slots_and_queue_are_taken_in() -> None:
+    worker = Worker(slots=2, queue=1)
+    _, gate = hold(worker)
+    jobs = [worker.stream(lambda: count(3)) for _ in range(3)]
+    with pytest.raises(Busy, match="3 requests"):
+        worker.stream(lambda: count(3))
+    assert worker.unfinished == 3
+    gate.set()
+    for job in jobs:
+        assert list(job)[-1] == Done("stop")
+    assert worker.unfinished == 0 and list(worker.stream(lambda: count(1)))
+    worker.close()
+
+
+def test_a_job_cancelled_while_queued_ends_at_once_though_every_slot_is_taken() -> None:
+    worker, started = Worker(), []
+    running = worker.stream(lambda: count(10**9))
+    queued = worker.stream(lambda: count(3, started))
+    queued.cancel()
+    assert list(queued) == [Done("cancelled")] and started == [] and not running.cancelled
+    running.cancel()
+    worker.close()
+
+
+def test_a_reader_that_falls_too_far_behind_loses_its_reply_and_nobody_elses() -> None:
+    worker = Worker(slots=2, backlog=10)
+    unread = worker.stream(lambda: count(10**9))
+    assert len(list(worker.stream(lambda: count(5)))) == 6
+    with pytest.raises(TooSlow, match="10 events"):
+        list(unread)
+    worker.close()
+
+
+def test_work_that_fails_before_its_first_event_ends_its_own_job_only() -> None:
+    worker = Worker()
+
+    def broken() -> Generator[Event, None, None]:
+        raise ValueError("bug")
+
+    with pytest.raises(ValueError, match="bug"):
+        list(worker.stream(broken))
+    assert worker.alive and list(worker.stream(lambda: count(1)))
+    worker.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_should_the_thread_die_nobody_is_left_waiting() -> None:
+    worker = Worker()
+    _, gate = hold(worker)
+    jobs = [worker.stream(lambda: count(10**9)) for _ in range(3)]
+    worker._advance = lambda: 1 // 0  # type: ignore[assignment,method-assign]
+    gate.set()
+    for job in jobs:
+        with pytest.raises(Closed, match="stopped"):
+            list(job)
+    worker._thread.join(60)
+    assert not worker.alive and worker.unfinished == 0
+    with pytest.raises(Closed):
+        worker.stream(lambda: count(1))
+
+
+def test_a_loop_that_is_closed_over_its_reader_harms_nobody() -> None:
+    worker = Worker()
+    _, gate = hold(worker)
+    job = worker.stream(lambda: count(5))
+    loop = asyncio.new_event_loop()
+    events = job.__aiter__()
+    waiting = loop.create_task(events.__anext__())  # type: ignore[arg-type]
+    loop.run_until_complete(asyncio.sleep(0))
+    waiting.cancel = lambda *_: False  # type: ignore[method-assign,assignment]
+    loop.close()
+    gate.set()
+    assert list(worker.stream(lambda: count(1)))[-1] == Done("stop") and worker.alive
     worker.close()

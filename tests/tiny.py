@@ -98,7 +98,7 @@ class ScriptedTarget:
     ) -> tuple[mx.array, Any]:
         read = tokens.tolist()
         before = state.tokens
-        out = [self._logits((*before, *read[: i + 1])) for i in range(len(read))]
+        out = [self._logits((*before, *read[: i + 1])) for i in range(len(read) - rows, len(read))]
         state.tokens = (*before, *read)
         state.advance(len(read))
         features = None
@@ -109,7 +109,7 @@ class ScriptedTarget:
                 for tap in taps
             ]
             features = mx.concatenate([mx.array(c) for c in columns], axis=-1)
-        logits = mx.array(out[len(out) - rows :]).reshape(rows, self.vocab)
+        logits = mx.array(out).reshape(rows, self.vocab)
         return mx.argmax(logits, axis=-1).astype(mx.int32) if best else logits, features
 
 
