@@ -78,7 +78,8 @@ def repo_folder(repo: str, cache: Path | None) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    return (cache or Path(constants.HF_HUB_CACHE)) / repo_folder_name(repo_id=repo, repo_type="model")
+    name: str = repo_folder_name(repo_id=repo, repo_type="model")
+    return (cache or Path(constants.HF_HUB_CACHE)) / name
 
 
 def plan(repo: str, revision: str | None, endpoint: str | None, cache: Path | None) -> Plan:
