@@ -84,8 +84,9 @@ def repo_folder(repo: str, cache: Path | None) -> Path:
 
 def plan(repo: str, revision: str | None, endpoint: str | None, cache: Path | None) -> Plan:
     """Ask the Hub what there is: one request. Raises what huggingface_hub raises."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
+    endpoint = endpoint or constants.ENDPOINT
     info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, files_metadata=True)
     files = []
     for each in info.siblings or ():

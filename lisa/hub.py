@@ -131,7 +131,7 @@ def _fetch(
 
 
 def _snapshot(repo: str, revision: str | None, endpoint: str | None, cache: Path | None, *, local: bool) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import tqdm
 
     class Quiet(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
@@ -147,7 +147,7 @@ def _snapshot(repo: str, revision: str | None, endpoint: str | None, cache: Path
             local_files_only=local,
             allow_patterns=list(download.FILES),
             ignore_patterns=list(download.NOT_FILES),
-            endpoint=endpoint,
+            endpoint=endpoint or constants.ENDPOINT,
             cache_dir=cache,
             tqdm_class=Quiet,
         )

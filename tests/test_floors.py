@@ -32,6 +32,9 @@ FLOORS = {
     "target": "errors metal state types",
     "drafters": "drafters errors metal sampling state types",
     "engine": "errors pace prefix sampling state target types verify",
+    "bandwidth": "",
+    "store": "catalog download errors fit hub memory",
+    "manage": "bandwidth catalog chat download errors fit hub memory store",
     "worker": "engine errors types",
     "convert": "catalog errors types",
     "pairing": "catalog drafters errors hub target types",
@@ -41,13 +44,14 @@ FLOORS = {
     "measure": "blas engine errors loader memory prompts types",
     "chat": "api catalog errors hub memory types",
     "train": "api blas drafters errors loader measure prompts sampling target tokenizer types",
-    "cli": "api blas measure train catalog chat errors hub memory types",
+    "cli": "api blas measure train catalog chat errors fit hub manage memory types",
     "__init__": "api errors types",
     "__main__": "cli",
 }
 
 WITHOUT_MLX = [
     *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli"),
+    *("bandwidth", "download", "fit", "manage", "store"),
     "__init__",
 ]
 
