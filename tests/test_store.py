@@ -216,6 +216,9 @@ def lisa(
     """Runs the command: what it leaves with, stdout, stderr."""
     from huggingface_hub import constants
 
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "ENDPOINT", fake.endpoint)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
 
@@ -230,7 +233,7 @@ def lisa(
 def test_the_commands_from_pull_to_rm(lisa: Any, fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     code, out, err = lisa("pull", REPO)
-    assert (code, out) == (0, "") and err.endswith(f"{REPO} is here\n")
+    assert (code, out) == (0, "") and err.endswith(f"{REPO} is here\n"), err
     assert TOKEN not in err and f"Bearer {TOKEN}" in fake.authorisation
     before = fake.connections
     code, out, err = lisa("list")
