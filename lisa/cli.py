@@ -29,6 +29,7 @@ app.command()(manage.pull)
 app.command("list")(manage.list_models)
 app.command()(manage.show)
 app.command()(manage.rm)
+app.command("doctor")(manage.check_machine)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lisa import bandwidth, catalog, download, fit, hub, store
+from lisa import bandwidth, catalog, doctor, download, fit, hub, store
 from lisa.chat import is_terminal, say
 from lisa.errors import LisaError, NotCached, UsageError
 from lisa.memory import cpu, gigabytes, machine
@@ -215,3 +217,20 @@ def rm(model: Model, yes: Yes = False) -> None:
     freed = store.size(paths)
     store.remove(paths)
     say(f"removed {gigabytes(freed)}")
+
+
+def check_machine(
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
+) -> None:
+    """Check Python, MLX, memory, caches, downloads and versions. Loads no model; leaves with 1 on a problem."""
+    found = []
+    for finding in doctor.findings():
+        found.append(finding)
+        if not as_json:
+            mark = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}[finding.verdict]
+            mend = f"\n{'':25}-> {finding.mend}" if finding.mend else ""
+            print(f"{mark} {finding.name:<16} {finding.says}{mend}", flush=True)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in found], indent=2))
+    if any(finding.verdict == "problem" for finding in found):
+        raise typer.Exit(1)

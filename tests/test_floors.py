@@ -34,7 +34,8 @@ FLOORS = {
     "engine": "errors pace prefix sampling state target types verify",
     "bandwidth": "",
     "store": "catalog download errors fit hub memory",
-    "manage": "bandwidth catalog chat download errors fit hub memory store",
+    "doctor": "bandwidth blas download fit hub memory store",
+    "manage": "bandwidth catalog chat doctor download errors fit hub memory store",
     "worker": "engine errors types",
     "convert": "catalog errors types",
     "pairing": "catalog drafters errors hub target types",
@@ -51,7 +52,7 @@ FLOORS = {
 
 WITHOUT_MLX = [
     *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli"),
-    *("bandwidth", "download", "fit", "manage", "store"),
+    *("bandwidth", "doctor", "download", "fit", "manage", "store"),
     "__init__",
 ]
 
