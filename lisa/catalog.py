@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lisa.errors import UsageError
 from lisa.types import Sampling
 
 if sys.version_info >= (3, 11):
@@ -107,6 +108,15 @@ def models_folder() -> Path:
 def find(name: str) -> Entry | None:
     """The entry of that name; case does not matter."""
     return next((entry for entry in entries() if entry.name == name.lower()), None)
+
+
+def choose(entry: Entry, quantisation: str | None) -> Weights:
+    """The weights of that quantisation, the first for None. Raises UsageError for one the entry does not come in."""
+    for weights in entry.weights:
+        if quantisation in (None, weights.quantisation):
+            return weights
+    known = ", ".join(w.quantisation for w in entry.weights)
+    raise UsageError(f"{entry.name} comes as {known}, not as {quantisation!r}")
 
 
 def read(text: str, where: str) -> Entry:

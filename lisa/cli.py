@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import lisa
-from lisa import api, catalog, hub
+from lisa import api, catalog, fit, hub, manage
 from lisa.chat import answer, converse, is_terminal, say
 from lisa.errors import DamagedModel, LisaError, NotCached, UsageError
 from lisa.memory import Machine, gigabytes, machine
@@ -24,8 +24,12 @@ from lisa.types import MAX_WIDTH, Message
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-_SHARE = 2 / 3  # of a Mac's memory: about what Metal lets a process keep resident
-_ROOM = 8192  # tokens of context that should fit beside a model nobody named
+
+app.command()(manage.pull)
+app.command("list")(manage.list_models)
+app.command()(manage.show)
+app.command()(manage.rm)
+app.command("doctor")(manage.check_machine)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -96,9 +100,11 @@ def chat(
     if no_blas and sys.platform == "darwin":
         raise UsageError("--no-blas leaves out Intel MKL, which is never used on a Mac: leave out the option")
     message = _message(prompt)
+    named = model is not None
     if model is None:
         model, why = default_model(machine(), quantisation, _here, _declines if offline else _agrees)
         say(f"using {model}: {why}")
+    _fetch(model, drafter, quantisation, offline, agreed=not named)
     with api.load(
         model,
         drafter=drafter,
@@ -124,8 +130,8 @@ def chat(
             "frequency_penalty": frequency_penalty,
             "seed": seed,
         }
-        named: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        sampling = replace(loaded.sampling, **named)
+        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        sampling = replace(loaded.sampling, **chosen)
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         _check(loaded, opening, stop, thinking)
         ask = partial(loaded.chat, sampling=sampling, max_tokens=max_tokens, stop=stop, thinking=thinking)
@@ -133,6 +139,15 @@ def chat(
             converse(ask, opening)
         elif answer(ask, [*opening, {"role": "user", "content": message}])[1] == "cancelled":
             raise typer.Exit(130)
+
+
+def _fetch(model: str, drafter: str, quantisation: str | None, offline: bool, agreed: bool = False) -> None:
+    """Download what of a model on the Hub is not here, with a bar and, where it is large, with a question first."""
+    on_the_hub = catalog.find(model) is not None or ("/" in model and not Path(model).expanduser().exists())
+    if offline or not on_the_hub or model.startswith((".", "/", "~")):
+        return  # loading says what is missing
+    if not manage.fetch(model, drafter, quantisation, offline, manage.agrees_or_refuses(agreed)):
+        raise typer.Exit(1)
 
 
 def _message(prompt: str | None) -> str | None:
@@ -185,7 +200,7 @@ def default_model(
     if weights is None:
         return small.name, f"{large.name} does not come as {quantisation}"
     size = gigabytes(weights.bytes)
-    if weights.bytes + large.memory.state_bytes + _ROOM * large.memory.kv_bytes > _SHARE * machine.memory:
+    if not fit.of_entry(large, weights, machine).fits(fit.room(machine)):
         return small.name, f"{large.name} ({size}) is too large for {gigabytes(machine.memory)} of memory"
     if here(large, weights):
         return large.name, "it is on this machine and fits its memory"
@@ -209,11 +224,8 @@ def _here(entry: catalog.Entry, weights: catalog.Weights) -> bool:
 
 
 def _agrees(question: str) -> bool:
-    """No without a terminal; typer.confirm would put a space on stdout."""
-    if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
-        return False
-    say(f"{question} [y/N] ", end="")
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    """No without a terminal."""
+    return is_terminal(sys.stdin) and is_terminal(sys.stderr) and manage.confirmed(question)
 
 
 def _declines(question: str) -> bool:
@@ -312,6 +324,8 @@ def bench(
     use()  # before MLX comes in
     api.import_mlx()
     from lisa import measure
+
+    _fetch(model, "none", quantisation, offline)
 
     settings = measure.Settings(tokens, pairs, temperature, seed, rule, width)  # type: ignore[arg-type]
     names = [name.strip() for name in drafters.split(",") if name.strip()]

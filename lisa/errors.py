@@ -37,6 +37,10 @@ class UnsupportedModel(LisaError):
     """The model is sound but of a kind Lisa does not run."""
 
 
+class DoesNotFit(LisaError):
+    """The model, its drafter and its context take more memory than this machine gives."""
+
+
 class NoTemplate(LisaError):
     """The model has no chat template, so messages cannot be turned into tokens."""
 

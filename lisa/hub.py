@@ -15,7 +15,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
@@ -24,14 +24,13 @@ from typing import Any, BinaryIO, Literal
 
 import platformdirs
 
+from lisa import download
 from lisa.errors import DamagedModel, HubError, NotCached, UnknownModel
 
 Say = Callable[[str], None]
 
 _REPO = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(\w[\w./-]*))?", re.ASCII)
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]  # never *.py, never pickles
-_NOT_FILES = ["*/*", "consolidated*"]  # a second copy of the weights in some repositories
 _INDEX = "model.safetensors.index.json"
 _PIP = "pip install --no-deps"
 _MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
@@ -54,18 +53,20 @@ def resolve(
     known: Sequence[str] = (),
     endpoint: str | None = None,
     cache: Path | None = None,
+    bar: download.Bar | None = None,
 ) -> Resolved:
     """A local folder or a Hub id ("owner/name" or "owner/name@revision") -> a checked folder.
 
-    `progress` takes the one line said before a download (stderr without it). `known` are names to suggest. `endpoint`
-    and `cache` default to the Hub's own settings (HF_ENDPOINT, HF_HOME). What is cached is used without a connection.
+    `progress` takes the one line said before a download (stderr without it), `bar` the bytes as they come. `known` are
+    names to suggest. `endpoint` and `cache` default to the Hub's own settings (HF_ENDPOINT, HF_HOME). What is cached is
+    used without a connection.
     Raises UnknownModel, NotCached (offline, also by HF_HUB_OFFLINE), HubError, DamagedModel.
     """
     path = Path(os.path.abspath(os.path.expanduser(spec)))
     if spec.strip() and os.path.isdir(path):
         resolved = Resolved(path, path.name, "folder")
     elif (match := _REPO.fullmatch(spec)) and ".." not in spec and not spec.endswith("/"):
-        resolved = _fetch(match[1], match[2], offline or _offline_environment(), progress, endpoint, cache)
+        resolved = _fetch(match[1], match[2], offline or _offline_environment(), progress, endpoint, cache, bar)
     elif "/" in spec or spec.startswith((".", "~")):
         kind = "this is a file, not a model folder" if path.is_file() else "no such folder"
         raise UnknownModel(f"{kind}: {path}")
@@ -100,28 +101,21 @@ def _say(progress: Say | None, line: str) -> None:
 
 
 def _fetch(
-    repo: str, revision: str | None, offline: bool, progress: Say | None, endpoint: str | None, cache: Path | None
+    repo: str,
+    revision: str | None,
+    offline: bool,
+    progress: Say | None,
+    endpoint: str | None,
+    cache: Path | None,
+    bar: download.Bar | None,
 ) -> Resolved:
     # Half a second to import, and local folders do not need it.
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    def snapshot(local: bool) -> Path:
-        return Path(
-            snapshot_download(
-                repo,
-                revision=revision,
-                local_files_only=local,
-                allow_patterns=_FILES,
-                ignore_patterns=_NOT_FILES,
-                endpoint=endpoint,
-                cache_dir=cache,
-            )
-        )
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         with suppress(LocalEntryNotFoundError):
-            path = snapshot(local=True)
+            path = _snapshot(repo, revision, endpoint, cache, local=True)
             if not _missing(path):
                 return Resolved(path, repo, "cache")
     except HFValidationError as error:
@@ -131,10 +125,45 @@ def _fetch(
     if offline:
         raise NotCached(f"{spec} is not (wholly) in {folder} and this run is offline; once online: lisa pull {spec}")
     _say(progress, f"downloading {spec} from the Hub to {folder}")
+    with told(repo, revision, folder, endpoint):
+        download.fetch(download.plan(repo, revision, endpoint, cache), bar)
+        return Resolved(_snapshot(repo, revision, endpoint, cache, local=False), repo, "hub")
+
+
+def _snapshot(repo: str, revision: str | None, endpoint: str | None, cache: Path | None, *, local: bool) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    class Quiet(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+        """The large files are here by now, and their bar is drawn by us."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+
+    return Path(
+        snapshot_download(
+            repo,
+            revision=revision,
+            local_files_only=local,
+            allow_patterns=list(download.FILES),
+            ignore_patterns=list(download.NOT_FILES),
+            endpoint=endpoint or constants.ENDPOINT,
+            cache_dir=cache,
+            tqdm_class=Quiet,
+        )
+    )
+
+
+@contextmanager
+def told(repo: str, revision: str | None, folder: Path, endpoint: str | None) -> Iterator[None]:
+    """Turns what the Hub's client raises within into HubError; errors of our own pass."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
     # Between versions the client changed its HTTP library; the base of its own error is that library's.
     failures: Any = (OSError, RuntimeError, *HfHubHTTPError.__bases__)
     try:
-        return Resolved(snapshot(local=False), repo, "hub")
+        yield
     except failures as error:
         raise HubError(_why(error, repo, revision, folder, endpoint or constants.ENDPOINT)) from error
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from lisa import blas, catalog, convert, hub, pairing, remember, selfcheck
+from lisa import blas, catalog, convert, fit, hub, pairing, remember, selfcheck
 from lisa.engine import Engine
-from lisa.errors import DamagedModel, LisaError, UnsupportedModel, UsageError
+from lisa.errors import DamagedModel, UnsupportedModel, UsageError
 from lisa.memory import cpu, gigabytes, machine
 from lisa.metal import of_this_machine
 from lisa.pace import Adaptive, Fixed, Pacer
@@ -101,9 +101,12 @@ def load(
     folder, name = _folder(spec, entry, quantisation, offline, say)
     _check_target(folder, name, spec)
     tokenizer = load_tokenizer(folder)
+    drafter, longest = _fit(name, folder, entry, drafter, kv_bits, say)
     target = Target.load(folder, name=name, vocab=tokenizer.vocab, kv_bits=kv_bits)
     if kernels:
         target.use(selfcheck.choose(target, of_this_machine(), exact=exact, say=say))
+    if longest is not None and (target.context is None or longest < target.context):
+        target.context = longest
     options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
     engine, paired = _engine(target, folder, entry, drafter, width, options, say, remembered=True)
     return Loaded(engine, tokenizer, _sampling(folder, entry), name, folder, entry, paired.kind, paired.bytes)
@@ -181,34 +184,50 @@ def _folder(
         known = [e.name for e in catalog.entries()]
         resolved = hub.resolve(spec, offline=offline, progress=say, known=known)
         return resolved.path, resolved.name
-    weights = _weights(entry, quantisation)
+    weights = catalog.choose(entry, quantisation)
     if weights.wheel is not None:
         return _converted(entry, weights.wheel, offline, say), entry.name
     if weights.folder is not None:
         return hub.resolve(str(catalog.models_folder() / weights.folder)).path, entry.name
     assert weights.repo is not None
-    check_fits(entry, weights)
+    has = machine()
+    fit.check(entry.name, fit.of_entry(entry, weights, has), fit.room(has, _recommended()), entry, has)
     return hub.resolve(weights.repo, offline=offline, progress=say).path, entry.name
 
 
-def _weights(entry: catalog.Entry, quantisation: str | None) -> catalog.Weights:
-    if quantisation is None:
-        return entry.weights[0]
-    for weights in entry.weights:
-        if weights.quantisation == quantisation:
-            return weights
-    known = ", ".join(w.quantisation for w in entry.weights)
-    raise UsageError(f"{entry.name} comes as {known}, not as {quantisation!r}")
+def _fit(
+    name: str, folder: Path, entry: catalog.Entry | None, drafter: str, kv_bits: int | None, say: Say | None
+) -> tuple[str, int | None]:
+    """The drafter there is room for, and the longest context there is room for (None: as long as the model's).
+
+    Raises DoesNotFit before any weight is read.
+    """
+    has = machine()
+    room = fit.room(has, _recommended())
+    need = fit.of_config(hub.read_json(folder / "config.json"), _size(folder), has, kv_bits)
+    place, announced = pairing.place(drafter, folder, entry)
+    if place is not None:
+        config = hub.read_json(place / "config.json") if (place / "config.json").is_file() else {}
+        need = fit.with_drafter(need, config, _size(place) or announced, has)
+        if drafter == "auto" and not need.fits(room) and need.alone().fits(room, fit.SMALLEST):
+            if say is not None:
+                say(f"the trained drafter is left out: with it {need.words(fit.CONTEXT)} would be needed")
+            drafter, need = "ngram", need.alone()
+    fit.check(name, need, room, entry, has)
+    longest = need.longest(room)
+    if say is not None and longest is not None and longest < fit.CONTEXT:
+        say(f"there is room for {longest} tokens of context in {room.name}, {gigabytes(room.bytes)}")
+    return drafter, longest
 
 
-def check_fits(entry: catalog.Entry, weights: catalog.Weights) -> None:
-    """Raises LisaError before anything is fetched when this machine's memory cannot hold the weights."""
-    has = machine().memory
-    if weights.bytes > 0.9 * has:
-        raise LisaError(
-            f"{entry.name} needs {gigabytes(weights.bytes)} for its weights and this machine has {gigabytes(has)} "
-            "of memory; try a smaller model, such as smollm2-135m"
-        )
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _recommended() -> int | None:
+    """Bytes the driver recommends to keep resident; None on a CPU."""
+    size = mx.device_info().get("max_recommended_working_set_size") if mx.default_device() == mx.gpu else None
+    return None if size is None else int(size)
 
 
 def _converted(entry: catalog.Entry, wheel: catalog.Wheel, offline: bool, say: Say | None) -> Path:

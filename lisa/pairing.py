@@ -79,6 +79,27 @@ def pair(
     return Pairing(chosen.kind + _LOOKUP, chosen.why, lambda: Composed(chosen.new()), chosen.bytes, chosen.words)
 
 
+def place(asked: str, folder: Path, entry: catalog.Entry | None) -> tuple[Path | None, int]:
+    """Where the learned drafter that `pair` tries first is on this machine, and the bytes the catalogue announces.
+
+    A folder that is not there yet for one still to be fetched; None where no learned drafter is asked for.
+    """
+    name = asked.removesuffix(_LOOKUP)
+    if name in PLAIN:
+        return None, 0
+    sources = [*_beside(folder), *_catalogued(entry)]
+    kinds = LEARNED if name == "auto" else [name]
+    places = [source.place for kind in kinds for source in sources if source.kind == kind]
+    if not places and name in ("auto", *LEARNED):
+        return None, 0
+    first = places[0] if places else name
+    announced = next((d.bytes for d in (entry.drafters if entry else ()) if d.repo == first), None)
+    try:
+        return hub.resolve(first, offline=True).path, announced or 0
+    except LisaError:  # `pair` says what is wrong with it
+        return Path(first), announced or 0
+
+
 def drafter_kind(folder: Path) -> str | None:
     """The kind of drafter a folder declares itself to be, None for anything else."""
     try:

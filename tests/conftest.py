@@ -1,9 +1,11 @@
 """Strict arithmetic for every test: equality of texts, logits and states is asked for in bits."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import loopback
 import pytest
 
 from lisa import blas
@@ -38,6 +40,32 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(Verdict, "read", counted)
     yield seen
+
+
+@pytest.fixture
+def fake() -> Iterator[loopback.FakeHub]:
+    with loopback.running() as server:
+        yield server
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token, and no word of being offline."""
+    monkeypatch.setenv("HF_TOKEN", loopback.TOKEN)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any connection is a failure."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 def pytest_report_header() -> str:

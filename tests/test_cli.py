@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lisa import api, catalog, cli, hub
+from lisa import api, catalog, cli, hub, manage
 from lisa.chat import answer
 from lisa.errors import Cancelled, ContextFull, DamagedModel, NotCached, UsageError
 from lisa.memory import Machine
@@ -99,6 +99,7 @@ def endless(text: str) -> Iterator[Event]:
 def fake_main() -> None:
     """What the subprocesses run: the real command over the fake model."""
     api.load = FakeModel(echo).load  # type: ignore[assignment]
+    manage.fetch = lambda *_: True
     cli.main()
 
 
@@ -112,6 +113,7 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.patch = monkeypatch
+        self.fetched: list[tuple[Any, ...]] = []
         self.model: FakeModel
 
     def __call__(self, *args: str, stdin: str | io.StringIO = "", err: io.StringIO | None = None) -> int:
@@ -127,6 +129,8 @@ class Run:
     def fake(self, *args: str, script: Callable[[Messages], Iterator[Event]] = echo, **streams: Any) -> int:
         self.model = FakeModel(script)
         self.patch.setattr(api, "load", self.model.load)
+        self.fetched = []
+        self.patch.setattr(manage, "fetch", lambda *args: self.fetched.append(args[:4]) or True)
         return self(*args, **streams)
 
     def complaint(self) -> str:

@@ -19,8 +19,10 @@ FLOORS = {
     "blas": "errors",
     "memory": "errors types",
     "tools": "text types",
-    "hub": "errors types",
+    "download": "errors types",
+    "hub": "download errors types",
     "catalog": "errors types",
+    "fit": "catalog errors memory",
     "text": "errors types",
     "tokenizer": "errors text types",
     "constrain": "errors text tokenizer tools types",
@@ -36,10 +38,14 @@ FLOORS = {
     "target": "errors layers metal sampling state types",
     "drafters": "drafters errors layers metal sampling state types",
     "engine": "errors pace prefix sampling state target types verify",
+    "bandwidth": "",
+    "store": "catalog download errors fit hub memory",
+    "doctor": "bandwidth blas download fit hub memory store",
+    "manage": "bandwidth catalog chat doctor download errors fit hub memory store",
     "worker": "engine errors types",
     "convert": "catalog errors types",
     "pairing": "catalog drafters errors hub target types",
-    "loader": "blas catalog convert engine errors hub memory metal pace pairing prefix remember selfcheck target "
+    "loader": "blas catalog convert engine errors fit hub memory metal pace pairing prefix remember selfcheck target "
     "tokenizer types",
     "api": "blas constrain errors loader memory text tokenizer tools types worker engine",
     "server": "api errors text tools types",
@@ -47,14 +53,14 @@ FLOORS = {
     "measure": "blas engine errors loader memory prompts types",
     "chat": "api catalog errors hub memory types",
     "train": "api blas drafters errors loader measure prompts sampling target tokenizer types",
-    "cli": "api blas measure server train catalog chat errors hub memory types",
+    "cli": "api blas measure server train catalog chat errors fit hub manage memory types",
     "__init__": "api errors types",
     "__main__": "cli",
 }
 
 WITHOUT_MLX = [
     *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli", "tools"),
-    "constrain",
+    *("bandwidth", "constrain", "doctor", "download", "fit", "manage", "store"),
     "__init__",
 ]
 

@@ -5,130 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from loopback import COMMIT, REPO, TOKEN, FakeHub, Handler, safetensors, sharded, write
 
 from lisa import hub
 from lisa.errors import DamagedModel, HubError, LisaError, NotCached, UnknownModel
 
-TOKEN = "hf_secretsecretsecret"
-COMMIT = "a" * 40
-REPO = "owner/name"
-
-
-def safetensors(values: int = 4) -> bytes:
-    header = {"__metadata__": {"format": "mlx"}}
-    spans = {"w": (0, 4 * values), "b": (4 * values, 4 * values + 4)}
-    header |= {n: {"dtype": "F32", "shape": [(e - b) // 4], "data_offsets": [b, e]} for n, (b, e) in spans.items()}
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(4 * values + 4)
-
-
-def sharded(shards: int = 3) -> dict[str, bytes]:
-    names = [f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)]
-    index = {"metadata": {}, "weight_map": {f"layer.{i}": name for i, name in enumerate(names)}}
-    whole = {"config.json": b'{"model_type": "llama"}', "model.safetensors.index.json": json.dumps(index).encode()}
-    return whole | {name: safetensors(i + 1) for i, name in enumerate(names)}
-
-
-def write(folder: Path, files: dict[str, bytes]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
-class FakeHub(ThreadingHTTPServer):
-    """Plays one repository; `answer` (status, headers) makes every request fail that way."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
-        self.files = sharded() | {"modeling.py": b"raise SystemExit", "README.md": b"#", "pytorch_model.bin": b"pickle"}
-        self.answer: tuple[int, dict[str, str]] | None = None
-        self.connections = 0
-        self.asked: list[str] = []
-        self.authorisation: set[str | None] = set()
-
-    def get_request(self) -> tuple[socket.socket, object]:
-        self.connections += 1
-        return super().get_request()
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeHub
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        files = self.server.files
-        path = self.path.split("?")[0]
-        self.server.asked.append(path)
-        self.server.authorisation.add(self.headers.get("Authorization"))
-        name = path.rsplit("/", 1)[1]
-        if self.server.answer:
-            status, headers = self.server.answer
-            self.send(status, b"secret server text", headers)
-        elif path == f"/api/models/{REPO}/revision/main":
-            siblings = [{"rfilename": n} for n in files]
-            self.send(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode())
-        elif path == f"/api/models/{REPO}/tree/{COMMIT}":
-            tree = [{"type": "file", "path": n, "size": len(d), "oid": self.etag(n)} for n, d in files.items()]
-            self.send(200, json.dumps(tree).encode())
-        elif path == f"/{REPO}/resolve/{COMMIT}/{name}" and name in files:
-            self.send(200, files[name], {"ETag": f'"{self.etag(name)}"', "X-Repo-Commit": COMMIT})
-        else:
-            self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
-
-    do_HEAD = do_GET
-
-    def etag(self, name: str) -> str:
-        return hashlib.sha1(self.server.files[name]).hexdigest()
-
-    def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for key, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeHub]:
-    with FakeHub() as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a connection was opened")
-
-    for name in ("connect", "connect_ex", "sendto"):
-        monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+pytestmark = pytest.mark.usefixtures("environment")
 
 
 def one_line(error: BaseException) -> str:
