@@ -384,6 +384,14 @@ class Model:
         self._idle.remove(best)
         return best
 
+    def uncovered(self) -> list[str]:
+        """What of the model none of Lisa's kernels computes, and why, a line a reason."""
+        from lisa import layers
+
+        assert self._loaded is not None
+        target = self._loaded.engine.target
+        return self._worker.call(lambda: layers.uncovered(target.model, target.kernels))
+
     def close(self) -> None:
         """Cancel every reply, end the thread and let go of the weights. Harmless to repeat."""
         self._worker.close()

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from lisa import bandwidth, blas, download, fit, hub, store
+from lisa import bandwidth, blas, download, fit, hub, store, verdicts
 from lisa.memory import Machine, cpu, gigabytes, machine
 
 Verdict = Literal["ok", "note", "problem"]
@@ -60,7 +60,7 @@ def findings(cache: Path | None = None) -> Iterator[Finding]:
     yield _bandwidth()
     if not has.metal:
         yield _blas()
-    yield from kernels()
+    yield from kernels(has.metal)
     yield _cache_folder("Lisa's cache", hub.cache_folder())
     yield _cache_folder("the Hub's cache", download.repo_folder("x/y", cache).parent)
     yield from _models(cache)
@@ -68,9 +68,17 @@ def findings(cache: Path | None = None) -> Iterator[Finding]:
     yield from _versions()
 
 
-def kernels() -> Iterator[Finding]:
-    """The verdicts of Lisa's own Metal kernels: the one seam between them and this page."""
-    yield Finding("kernels", "note", "this version has none of its own; MLX's are used")
+def kernels(metal: bool) -> Iterator[Finding]:
+    """Which of Lisa's Metal kernels run on this machine, and why not where not."""
+    if not metal:
+        yield Finding("kernels", "note", "no Metal device: MLX's own ops run")
+        return
+    stored = verdicts.stored()
+    if not stored:
+        yield Finding("kernels", "note", "not checked yet: the first model that is loaded does it")
+    for what, verdict in stored.items():
+        name, _, shapes = what.split(" ", 2)
+        yield Finding(name, "ok" if verdict.used else "note", f"{verdict} ({shapes})")
 
 
 def probe(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:

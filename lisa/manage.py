@@ -220,11 +220,15 @@ def rm(model: Model, yes: Yes = False) -> None:
 
 
 def check_machine(
+    kernels: Annotated[bool, typer.Option("--kernels", help="Only Lisa's kernels: which run, and why not.")] = False,
+    model: Annotated[str | None, typer.Option(help="With --kernels: load it, and say what none computes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
 ) -> None:
     """Check Python, MLX, memory, caches, downloads and versions. Loads no model; leaves with 1 on a problem."""
+    if model is not None and not kernels:
+        raise UsageError("--model goes with --kernels: lisa doctor --kernels --model NAME")
     found = []
-    for finding in doctor.findings():
+    for finding in _kernels(model) if kernels else doctor.findings():
         found.append(finding)
         if not as_json:
             mark = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}[finding.verdict]
@@ -234,3 +238,13 @@ def check_machine(
         print(json.dumps([asdict(finding) for finding in found], indent=2))
     if any(finding.verdict == "problem" for finding in found):
         raise typer.Exit(1)
+
+
+def _kernels(model: str | None) -> Iterator[doctor.Finding]:
+    if model is not None:
+        from lisa import api
+
+        with api.load(model, drafter="none", say=say) as loaded:
+            uncovered = loaded.uncovered()
+        yield from (doctor.Finding(loaded.name, "note", f"no kernel for {line}") for line in uncovered)
+    yield from doctor.kernels(machine().metal)

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
-from lisa import hub, layers, remember
-from lisa.memory import cpu
+from lisa import layers, remember, verdicts
 from lisa.metal import (
     FLOATS,
     Kernels,
@@ -40,6 +36,7 @@ from lisa.metal import (
 )
 from lisa.metal.stock import stock
 from lisa.target import Target
+from lisa.verdicts import ALONE, TOGETHER, Verdict
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
@@ -48,32 +45,10 @@ Arguments = Mapping[str, Any]
 MODULES: tuple[ModuleType, ...] = (
     *(rows_qmm, rows_attention, gdn_conv, gdn_verify, head_argmax, head_topk, inject, lattice),
 )
-ALONE, TOGETHER = 1, 8
-"""Rows of a plain step, and of the verifying step that is raced."""
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 2e-2}
 """Of the largest value, against the float32 reference: a GPU's own arithmetic is looser than the emulator's."""
 SUSTAINED = 0.2
 """Seconds a race lasts at least."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """`ratio` and `alone` are MLX's seconds over the kernel's, for a verifying step and for one row."""
-
-    right: bool
-    ratio: float = 0.0
-    alone: float = 0.0
-    why: str = ""
-
-    @property
-    def used(self) -> bool:
-        return self.right and self.ratio >= 1.0
-
-    def __str__(self) -> str:
-        if not self.right:
-            return f"not used: {self.why}"
-        speed = f"{self.ratio:.2f} times MLX's speed at {TOGETHER} rows, {self.alone:.2f} at one"
-        return f"used, {speed}" if self.used else f"not used: {speed}"
 
 
 @dataclass(frozen=True)
@@ -109,15 +84,15 @@ def choose(target: Target, kernels: Kernels, *, exact: bool, say: Say | None = N
 
 
 def _verdict(trial: Trial, kernels: Kernels, say: Say | None) -> Verdict:
-    key = f"{machine()}: {trial.name} {text_hash(trial.module)} {trial.shapes}"
+    key = f"{verdicts.machine()}: {trial.name} {text_hash(trial.module)} {trial.shapes}"
     with suppress(TypeError, KeyError):
-        stored: Any = remember.load(verdicts_file(), key)
+        stored: Any = remember.load(verdicts.file(), key)
         return Verdict(**stored)
     if say is not None:
         say(f"checking the kernel {trial.name} on this machine, once")
     verdict = examine(trial, kernels)
     with suppress(OSError):  # then it is found out again next time
-        remember.save(verdicts_file(), key, asdict(verdict))
+        remember.save(verdicts.file(), key, asdict(verdict))
     return verdict
 
 
@@ -285,24 +260,7 @@ def arrays(value: Any) -> list[mx.array]:
 # ---- what is kept
 
 
-def machine() -> str:
-    return f"{cpu()}, macOS {platform.mac_ver()[0]}, mlx {version('mlx')}"
-
-
 def text_hash(module: ModuleType) -> str:
     """Of everything a kernel compiles: another text is another kernel."""
     sources = sorted((s.name, s.header, s.body) for s in vars(module).values() if isinstance(s, Source))
     return hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
-
-
-def verdicts_file() -> Path:
-    return hub.cache_folder() / "kernels.json"
-
-
-def stored() -> dict[str, Verdict]:
-    """Every verdict found on this machine, for `lisa doctor --kernels`."""
-    kept = {}
-    for key, value in remember.everything(verdicts_file()).items():
-        with suppress(TypeError):
-            kept[key.removeprefix(f"{machine()}: ")] = Verdict(**value)
-    return kept

@@ -17,12 +17,12 @@ BLAS = blas.use(strict=blas.STRICT_POSSIBLE)
 def pace_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where pacers (and verdicts on kernels) are remembered: not in the user's cache."""
     import lisa.loader
-    import lisa.selfcheck
+    import lisa.verdicts
 
     folder = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lisa.loader, "_pace_file", lambda: folder / "pace.json")
-        patch.setattr(lisa.selfcheck, "verdicts_file", lambda: folder / "kernels.json")
+        patch.setattr(lisa.verdicts, "file", lambda: folder / "kernels.json")
         yield folder / "pace.json"
 
 

@@ -33,21 +33,22 @@ FLOORS = {
     "acceptance": "types",
     "pace": "acceptance costs types",
     "remember": "",
-    "selfcheck": "hub layers memory metal remember target",
+    "verdicts": "hub memory remember",
+    "selfcheck": "layers metal remember target verdicts",
     "layers": "metal state",
     "target": "errors layers metal sampling state types",
     "drafters": "drafters errors layers metal sampling state types",
     "engine": "errors pace prefix sampling state target types verify",
     "bandwidth": "",
     "store": "catalog download errors fit hub memory",
-    "doctor": "bandwidth blas download fit hub memory store",
-    "manage": "bandwidth catalog chat doctor download errors fit hub memory store",
+    "doctor": "bandwidth blas download fit hub memory store verdicts",
+    "manage": "api bandwidth catalog chat doctor download errors fit hub memory store",
     "worker": "engine errors types",
     "convert": "catalog errors types",
     "pairing": "catalog drafters errors hub target types",
     "loader": "blas catalog convert engine errors fit hub memory metal pace pairing prefix remember selfcheck target "
     "tokenizer types",
-    "api": "blas constrain errors loader memory text tokenizer tools types worker engine",
+    "api": "blas constrain errors layers loader memory text tokenizer tools types worker engine",
     "server": "api errors text tools types",
     "prompts": "errors tokenizer types",
     "measure": "blas engine errors loader memory prompts types",
@@ -60,7 +61,7 @@ FLOORS = {
 
 WITHOUT_MLX = [
     *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli", "tools"),
-    *("bandwidth", "constrain", "doctor", "download", "fit", "manage", "store"),
+    *("bandwidth", "constrain", "doctor", "remember", "verdicts", "download", "fit", "manage", "store"),
     "__init__",
 ]
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from folders import write_model
 from test_layers import target
+from typer.testing import CliRunner
 
-from lisa import layers, remember, selfcheck
+from lisa import doctor, layers, remember, selfcheck, verdicts
+from lisa.cli import app
+from lisa.errors import UsageError
 from lisa.metal import NONE, Kernels, rows_qmm
-from lisa.selfcheck import MODULES, TOGETHER, Trial, Verdict, choose, examine, text_hash, trials
+from lisa.selfcheck import MODULES, Trial, choose, examine, text_hash, trials
+from lisa.verdicts import TOGETHER, Verdict
 
 FAKE = Kernels(make=lambda **made: None)  # type: ignore[arg-type,return-value]
 
@@ -87,9 +92,9 @@ def test_a_race_lasts_and_a_stall_in_a_long_run_counts(raced: Any) -> None:
 
 
 def test_verdicts_choose_the_kernels_and_are_found_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(selfcheck, "verdicts_file", lambda: tmp_path / "kernels.json")
+    monkeypatch.setattr(verdicts, "file", lambda: tmp_path / "kernels.json")
     t = target("hybrid", NONE)
-    verdicts = {
+    found = {
         "rows_qmm": Verdict(True, 1.5, 0.8),
         "rows_attention": Verdict(True, 1.2, 1.1),
         "gdn_verify": Verdict(True, 0.9, 2.0),
@@ -99,7 +104,7 @@ def test_verdicts_choose_the_kernels_and_are_found_once(monkeypatch: pytest.Monk
 
     def examined(trial: Trial, kernels: Kernels) -> Verdict:
         asked.append(trial.name)
-        return verdicts.get(trial.name, Verdict(False))
+        return found.get(trial.name, Verdict(False))
 
     monkeypatch.setattr(selfcheck, "examine", examined)
     said: list[str] = []
@@ -109,8 +114,8 @@ def test_verdicts_choose_the_kernels_and_are_found_once(monkeypatch: pytest.Monk
     loose = choose(t, FAKE, exact=False)
     assert loose.alone == {"rows_attention"} and not loose.may_run("rows_qmm", 1) and loose.may_run("rows_qmm", 2)
     assert len(asked) == 8, "the second load asks nothing"
-    assert set(selfcheck.stored().values()) >= set(verdicts.values())
-    monkeypatch.setattr(selfcheck, "machine", lambda: "another macOS")
+    assert set(verdicts.stored().values()) >= set(found.values())
+    monkeypatch.setattr(verdicts, "machine", lambda: "another macOS")
     choose(t, FAKE, exact=True)
     assert len(asked) == 16 and choose(t, NONE, exact=True) is NONE
     (tmp_path / "kernels.json").write_text("{", "utf-8")
@@ -160,3 +165,27 @@ def test_kept_things_survive_damage_and_each_other(tmp_path: Any) -> None:
     assert (remember.load(file, "a"), remember.load(file, "b"), remember.load(file, "d")) == ([1], {"c": 2}, None)
     file.write_text("[]", "utf-8")
     assert remember.everything(file) == {}
+
+
+def test_doctor_says_of_each_kernel_whether_it_runs_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(verdicts, "file", lambda: tmp_path / "kernels.json")
+    assert [f.says for f in doctor.kernels(metal=False)] == ["no Metal device: MLX's own ops run"]
+    assert [f.says for f in doctor.kernels(metal=True)] == ["not checked yet: the first model that is loaded does it"]
+    for name, verdict in (
+        ("rows_qmm ab 4 x 8", Verdict(True, 1.5, 0.9)),
+        ("inject cd 5", Verdict(False, why="differs")),
+    ):
+        remember.save(verdicts.file(), f"{verdicts.machine()}: {name}", asdict(verdict))
+    remember.save(verdicts.file(), "another machine: rows_qmm ab 4 x 8", asdict(Verdict(True, 9, 9)))
+    assert [(f.name, f.verdict, f.says) for f in doctor.kernels(metal=True)] == [
+        ("rows_qmm", "ok", "used, 1.50 times MLX's speed at 8 rows, 0.90 at one (4 x 8)"),
+        ("inject", "note", "not used: differs (5)"),
+    ]
+
+
+def test_doctor_loads_a_model_only_to_say_what_of_it_no_kernel_computes(tmp_path: Any) -> None:
+    folder = write_model(tmp_path / "tiny", "qwen3")
+    run = CliRunner().invoke(app, ["doctor", "--kernels", "--model", str(folder)])
+    assert run.exit_code == 0 and "no kernel for" in run.stdout and "not packed" in run.stdout
+    assert "no Metal device" in CliRunner().invoke(app, ["doctor", "--kernels"]).stdout
+    assert isinstance(CliRunner().invoke(app, ["doctor", "--model", "x"]).exception, UsageError)
