@@ -375,6 +375,8 @@ def test_traffic_is_counted_by_buffer_lane_and_simdgroup() -> None:
     assert shared.read == 64 * 4 * 3 and shared.distinct_read == 8 * 4
     assert shared.simdgroup_read == (4 + 6) * 4  # 0 1 2 3, then 0 1 4 5 6 7
     assert (out.written, out.distinct_written, out.read) == (256, 256, 0)
+    _, result = run(source, [x, X], threadgroup=32)
+    assert result.traffic["x1"].simdgroup_read == (4 + 6) * 4
 
 
 def test_loads_of_every_width_are_counted() -> None:
@@ -483,6 +485,13 @@ BROKEN = [
         ("//\n", BARRIER + "\n"),
         *(WRITE, 63),
         report={"buffer": "tile", "other_wrote": False},
+    ),
+    Broken(
+        *("a write by the last of a simdgroup that read", Kind.RACE),
+        TILE + f"if (i == 0) tile[0] = 1;\n{BARRIER}\ny[i] = tile[0]; // there\n//\nif (i == 31) tile[0] = 2; // here",
+        ("//\n", BARRIER + "\n"),
+        *(WRITE, 31, 30),
+        call={"lanes": 32, "outputs": [((32,), mx.float32)]},
     ),
     Broken(
         *("barrier of the other memory", Kind.RACE),
@@ -798,6 +807,7 @@ def test_a_fault_in_fast_mode_ends_the_kernel_and_not_the_process() -> None:
     for source, kind in (
         ("y[i * 100000] = 1; // here", Kind.OUT_OF_BOUNDS),
         ("y[i] = 7 % int(x[i]); // here", Kind.UNDEFINED),
+        ("*(device float4*)(y + i % 8) = float4(1); // here", Kind.UNDEFINED),
     ):
         _, result = run(INDEX + source, [X], mode="fast", order="ascending")
         (report,) = result.reports

@@ -33,25 +33,17 @@ FORGOTTEN_AFTER = 30 * 24 * 3600.0
 """Seconds; looked at when the emulator itself has changed."""
 CPU = "-march=x86-64-v3"
 LANGUAGE = (
-    *("-x", "c++", "-std=c++14", "-nostdinc", f"-I{HERE / 'include'}", "-Wno-everything", CPU),
-    *(
-        "-fPIC",
-        "-fno-exceptions",
-        "-fno-rtti",
-        "-fno-strict-aliasing",
-        "-fno-math-errno",
-        "-fno-optimize-sibling-calls",
-        "-ffp-contract=on",
-    ),
-    "-flax-vector-conversions=none",
+    *("-x", "c++", "-std=c++14", "-nostdinc", "-fno-exceptions", "-fno-rtti", "-Wno-everything", CPU, "-fPIC"),
+    *("-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=on", "-flax-vector-conversions=none"),
     # Each half and bfloat operation rounds, and 1.0 is a float, as on the GPU.
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
     *("-Xclang", "-cl-single-precision-constant"),
+    # A report finds its line by the address a call returns to.
+    "-fno-optimize-sibling-calls",
 )
+LIBRARY = f"-I{HERE / 'include'}"
 LINES = ("-gline-tables-only", "-gdwarf-4")
-UNDEFINED = (
-    "alignment,bounds,float-cast-overflow,integer-divide-by-zero,return,shift,signed-integer-overflow,unreachable"
-)
+UNDEFINED = "alignment,bounds,float-cast-overflow,integer-divide-by-zero,return,shift,signed-integer-overflow"
 HOOKS = (
     *("instrumentation-with-call-threshold=0", "max-ins-per-bb=1000000", "opt-same-temp=0", "stack=0", "globals=0"),
     "kernel-mem-intrinsic-prefix=1",
@@ -60,11 +52,7 @@ HOOKS = (
 MODES: dict[Mode, tuple[str, ...]] = {
     "check": (
         *("-O1", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops", "-ftrivial-auto-var-init=pattern"),
-        *(
-            f"-fsanitize=kernel-address,{UNDEFINED}",
-            "-fsanitize-recover=all",
-            "-fno-sanitize-recover=return,unreachable",
-        ),
+        *(f"-fsanitize=kernel-address,{UNDEFINED}", "-fsanitize-recover=all", "-fno-sanitize-recover=return"),
         *(word for option in HOOKS for word in ("-mllvm", f"-asan-{option}")),
     ),
     "fast": ("-O2",),
@@ -72,8 +60,6 @@ MODES: dict[Mode, tuple[str, ...]] = {
 SPACES = ("-DEMU_ADDRESS_SPACES", "-O0", "-S", "-emit-llvm", "-o", "-", "-ferror-limit=30")
 """The pass that reads the same source with address spaces as types of their own."""
 WARNINGS = ("-Wuninitialized", "-Wsometimes-uninitialized", "-Wreturn-type")
-
-
 SONAME = "-soname=lisa-emulator.so"
 """A kernel finds the runtime, which is loaded before it, by this name: whichever version of it."""
 
@@ -172,7 +158,7 @@ def kernel(source: str, mode: Mode) -> Path:
     def build(target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder()) as scratch:
             unit = Path(scratch) / "kernel.o"
-            _run([*compiler.kernels, *flags, "-c", "-", "-o", str(unit)], source)
+            _run([*compiler.kernels, *flags, LIBRARY, "-c", "-", "-o", str(unit)], source)
             _run([*compiler.link, str(unit), str(machine), "-o", str(target)])
 
     return _kept(f"{mode}-{_key(compiler.version, _library(), *flags, source)}.so", build)
@@ -184,10 +170,11 @@ def space_errors(source: str) -> list[tuple[str, int, str]]:
     flags = (*LANGUAGE, *LINES, *SPACES, *WARNINGS)
 
     def build(target: Path) -> None:
-        done = subprocess.run([*compiler.kernels, *flags, "-"], input=source, capture_output=True, text=True)
+        done = subprocess.run([*compiler.kernels, *flags, LIBRARY, "-"], input=source, capture_output=True, text=True)
         target.write_text(json.dumps(_errors(done.stderr) + _casts(done.stdout)))
 
-    path = _kept(f"spaces-{_key(compiler.version, _library(), *flags, source)}.json", build)
+    reader = Path(__file__).read_text()
+    path = _kept(f"spaces-{_key(compiler.version, _library(), reader, *flags, source)}.json", build)
     return [(file, line, text) for file, line, text in json.loads(path.read_text())]
 
 

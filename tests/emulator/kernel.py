@@ -14,7 +14,7 @@ import numpy as np
 
 from . import codegen, compiler
 from .compiler import Mode
-from .launch import ACCESS_LIMIT, MAX_LANES, Memory, Order, Program, Result, Three
+from .launch import ACCESS_LIMIT, MAX_LANES, How, Memory, Order, Program, Result, Three
 
 Input = mx.array | bool | int | float
 
@@ -109,8 +109,8 @@ class Kernel:
             for name, shape, dtype in zip(self.output_names, output_shapes, output_dtypes, strict=True)
         }
         memory = self._memory(text, [_array(value) for value in inputs], outputs)
-        seed = self.seed if seed is None else seed
-        result = program.run(memory, grid, group, mode == "check", order, seed, access_limit)
+        how = How(grid, group, mode == "check", order, self.seed if seed is None else seed, access_limit)
+        result = program.run(memory, how)
         if mode == "check":
             errors = compiler.space_errors(text.cpp(spaces=True))
             reports = [program.compile_report(*error) for error in errors]
@@ -138,7 +138,9 @@ class _Input:
     def __init__(self, array: mx.array, row_contiguous: bool) -> None:
         viewed = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
         values = np.array(viewed, copy=False)
-        self.values = np.ascontiguousarray(values).reshape(values.shape) if row_contiguous else values
+        backwards = any(stride < 0 for stride in values.strides)
+        copied = row_contiguous or backwards
+        self.values = np.ascontiguousarray(values).reshape(values.shape) if copied else values
 
     def memory(self, name: str, role: codegen.Role) -> Memory:
         v = self.values

@@ -127,6 +127,19 @@ class Result:
     threadgroup_written: int
 
 
+@dataclass(frozen=True)
+class How:
+    """Arguments of a run that are not arrays."""
+
+    grid: Three
+    """In threads."""
+    threadgroup: Three
+    check: bool
+    order: Order
+    seed: int
+    access_limit: int
+
+
 @dataclass
 class Memory:
     """One buffer of a run: `data` is what it holds before, and for an output, after."""
@@ -169,79 +182,37 @@ class Program:
     library: Path
     texts: dict[str, str]
 
-    def run(
-        self,
-        memory: Sequence[Memory],
-        grid: Three,
-        threadgroup: Three,
-        check: bool,
-        order: Order,
-        seed: int,
-        limit: int,
-    ) -> Result:
+    def run(self, memory: Sequence[Memory], how: How) -> Result:
+        """Runs it; outputs are read back into `memory`."""
         runtime, library = _runtime(compiler.runtime()), _library(self.library)
-        base = library.emu_base()
         with _LOCK:
             try:
                 for buffer in memory:
                     buffer.address = _filled(runtime, buffer)
-                launch = self._launch(library, memory, grid, threadgroup, check, order, seed, limit)
-                if runtime.emu_launch(ctypes.byref(launch), base):
+                launch, described = _launch(library, memory, how)
+                if runtime.emu_launch(ctypes.byref(launch), library.emu_base()):
                     raise RuntimeError(f"{self.name}: too many buffers")
                 for buffer in memory:
                     if buffer.kind == "output":
                         ctypes.memmove(buffer.data.ctypes.data, buffer.address, buffer.data.nbytes)
-                return self._result(launch, memory, base)
+                return self._result(launch, described, memory, library.emu_base())
             finally:
                 for buffer in memory:
                     if buffer.address:
                         runtime.emu_free(buffer.address, buffer.data.nbytes)
 
-    def _launch(
-        self,
-        library: ctypes.CDLL,
-        memory: Sequence[Memory],
-        grid: Three,
-        threadgroup: Three,
-        check: bool,
-        order: Order,
-        seed: int,
-        limit: int,
-    ) -> _Launch:
-        count = len(memory)
-        arguments = (ctypes.c_void_p * count)(*(buffer.address for buffer in memory))
-        described = (_Buffer * count)()
-        for slot, buffer in zip(described, memory, strict=True):
-            slot.data, slot.size = buffer.address, buffer.data.nbytes
-            slot.kind, slot.initialised = BUFFER_KINDS.index(buffer.kind), buffer.initialised
-        launch = _Launch(
-            grid=grid,
-            threadgroup=threadgroup,
-            entry=ctypes.cast(library.emu_entry, ctypes.c_void_p),
-            arguments=ctypes.addressof(arguments),
-            buffer=ctypes.addressof(described),
-            buffers=count,
-            order=ORDERS.index(order),
-            seed=seed,
-            check=check,
-            access_limit=limit,
-        )
-        launch.kept = (arguments, described)
-        return launch
-
-    def _result(self, launch: _Launch, memory: Sequence[Memory], base: int) -> Result:
-        described = launch.kept[1]
+    def _result(self, launch: _Launch, described: ctypes.Array[_Buffer], memory: Sequence[Memory], base: int) -> Result:
         traffic = {
             buffer.name: Traffic(size=buffer.data.nbytes, **{name: getattr(slot.traffic, name) for name in _FLOWS})
             for slot, buffer in zip(described, memory, strict=True)
             if buffer.kind != "constant"
         }
-        groups: Three = tuple(-(-launch.grid[d] // launch.threadgroup[d]) for d in range(3))
+        groups = [-(-a // b) for a, b in zip(launch.grid, launch.threadgroup, strict=True)]
         reports = [self._report(found, memory, base, groups) for found in launch.report[: launch.reports]]
         counts = {name: getattr(launch, name) for name in _COUNTS}
         return Result(self.name, bool(launch.finished), tuple(reports), traffic, **counts)
 
-    def _report(self, found: _Report, memory: Sequence[Memory], base: int, groups: Three) -> Report:
+    def _report(self, found: _Report, memory: Sequence[Memory], base: int, groups: Sequence[int]) -> Report:
         kind, detail = list(Kind)[found.kind - 1], list(Detail)[found.detail]
         file, line = found.file.decode() if found.file else "", found.line
         if found.pc:
@@ -281,6 +252,29 @@ class Program:
     def _text(self, file: str, line: int) -> str:
         lines = self.texts.get(file, "").splitlines()
         return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def _launch(library: ctypes.CDLL, memory: Sequence[Memory], how: How) -> tuple[_Launch, ctypes.Array[_Buffer]]:
+    """The runtime's description of a run, and the part of it that says what became of each buffer."""
+    described = (_Buffer * len(memory))()
+    for slot, buffer in zip(described, memory, strict=True):
+        slot.data, slot.size = buffer.address, buffer.data.nbytes
+        slot.kind, slot.initialised = BUFFER_KINDS.index(buffer.kind), buffer.initialised
+    arguments = (ctypes.c_void_p * len(memory))(*(buffer.address for buffer in memory))
+    launch = _Launch(
+        grid=how.grid,
+        threadgroup=how.threadgroup,
+        entry=ctypes.cast(library.emu_entry, ctypes.c_void_p),
+        arguments=ctypes.addressof(arguments),
+        buffer=ctypes.addressof(described),
+        buffers=len(memory),
+        order=ORDERS.index(how.order),
+        seed=how.seed,
+        check=how.check,
+        access_limit=how.access_limit,
+    )
+    launch.arguments_owner = arguments
+    return launch, described
 
 
 def _filled(runtime: ctypes.CDLL, buffer: Memory) -> int:

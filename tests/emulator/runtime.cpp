@@ -530,7 +530,6 @@ UNDEFINED_HANDLER(type_mismatch_v1, MISALIGNED, true)
 UNDEFINED_HANDLER(alignment_assumption, MISALIGNED, true)
 UNDEFINED_HANDLER(float_cast_overflow, CAST, false)
 UNDEFINED_HANDLER(missing_return, OTHER_UNDEFINED, true)
-UNDEFINED_HANDLER(builtin_unreachable, OTHER_UNDEFINED, true)
 extern "C" void __ubsan_handle_out_of_bounds(void*) {
   if (!launch) return;
   add_report(OUT_OF_BOUNDS, ARRAY_INDEX, NO_BUFFER, PC);
