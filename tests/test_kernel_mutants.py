@@ -54,6 +54,7 @@ MUTANTS: dict[str, list[Edit]] = {
             (BARRIER, "", 1),
             ("values[n] = key < end ?", "values[n] = true ?"),
             ("column + e < sees", "column + e <= sees"),
+            ("min(uint(length) - M + i + 1, end)", "uint(length) - M + i + 1"),
             ("uint(length) - M + i + 1", "uint(length)"),
             ("simd_shuffle_xor(best, 8)", "simd_shuffle_xor(best, 4)"),
             ("simd_shuffle_xor(added, 1)", "added"),
