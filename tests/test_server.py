@@ -481,6 +481,27 @@ def test_a_reply_that_takes_too_long_is_ended_with_an_error(folder: Path) -> Non
         until(lambda: model.unfinished == 0)
 
 
+@pytest.mark.parametrize("route", [*ROUTES, "/v1/messages/count_tokens"])
+def test_a_template_that_never_comes_back_loses_its_request_only(
+    folder: Path, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = threading.Event()
+    model = scripted(folder, lambda c: "Hello!")
+    with (
+        running(model, Settings(preparation=0.1)) as address,
+        httpx.Client(base_url=address, timeout=WAIT) as client,
+        monkeypatch.context() as patch,
+    ):
+        for name in ("chat", "generate", "prompt_tokens"):
+            real = getattr(model, name)
+            patch.setattr(model, name, lambda *a, real=real, **o: endless.wait(WAIT) and real(*a, **o))
+        body = {k: v for k, v in ROUTES["/v1/messages"].items() if k != "max_tokens"}
+        got = client.post(route, json=ROUTES.get(route, body))
+        assert got.status_code == 504
+        endless.set()
+        until(lambda: model.unfinished == 0)
+
+
 def send(address: str, path: str, body: bytes, length: int | None = None) -> socket.socket:
     """A request on a bare socket, which can be left in any way."""
     host = urlsplit(address).netloc

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from anyio import to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -27,6 +28,8 @@ from lisa.server.problem import Problem, problem
 from lisa.server.stream import DataWire, EventStream, EventWire, Tick, Tint, Wire, collect, frames, gone, told
 from lisa.server.turn import Ask, Head, Nature, Turn, new_id
 from lisa.text import CLOSE, OPEN
+
+T = TypeVar("T")
 
 KEEPALIVE = 10.0
 """Seconds between signs of life on a stream."""
@@ -59,8 +62,8 @@ class Service:
 class Settings:
     """`key` is the API key, `hosts` and `origins` are allowed beside the server's own.
 
-    `tick` comes true at every keep-alive; `timeout` is the most seconds a reply may take; `patience` how long a reader
-    may take nothing.
+    `tick` comes true at every keep-alive. In seconds: `timeout` is the most a reply may take, `preparation` the most
+    that rendering a prompt may, and `patience` how long a reader may take nothing.
     """
 
     key: str | None = None
@@ -69,6 +72,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     tick: Tick = lambda: asyncio.sleep(KEEPALIVE)
     timeout: float | None = None
+    preparation: float = 60.0
     patience: float = 60.0
     clock: Callable[[], float] = time.perf_counter
 
@@ -110,10 +114,7 @@ class Desk:
 
     service: Service
     settings: Settings
-    metrics: Metrics = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", Metrics(self.settings.clock))
+    metrics: Metrics
 
     def model(self, name: str) -> Model:
         model = self.service.ready()
@@ -122,14 +123,36 @@ class Desk:
         return model
 
     def nature(self, model: Model) -> Nature:
-        return Nature(model.sampling, model.thinks, model.reads)
+        return Nature(model.thinks, model.reads)
 
     async def ask(self, model: Model, ask: Ask) -> tuple[Reply, Turn]:
-        """Render, tokenise and queue, outside both the engine's thread and the event loop."""
+        """Queue the request; its reply, and an empty turn for it."""
         options = dict(ask.options) | {"sampling": replace(model.sampling, **ask.sampling)}
-        reply = await run_in_threadpool(model.chat, ask.messages, **options)
+        reply = await self.prepare(lambda: model.chat(ask.messages, **options))
         several = bool(ask.options.get("parallel", True))
         return reply, self.turn(model, reply, ask.shown, several)
+
+    async def prepare(self, work: Callable[[], T]) -> T:
+        """Render and tokenise, outside both the engine's thread and the event loop, and for so long only.
+
+        A thread cannot be ended: should a template never come back, its thread is left to it, and what it might still
+        return is cancelled.
+        """
+        given_up = threading.Event()
+
+        def run() -> T:
+            made = work()
+            if given_up.is_set() and isinstance(made, Reply):
+                made.cancel()
+            return made
+
+        try:
+            return await asyncio.wait_for(to_thread.run_sync(run, abandon_on_cancel=True), self.settings.preparation)
+        except asyncio.TimeoutError:
+            seconds = self.settings.preparation
+            raise Problem(504, f"the prompt was not ready within {seconds:g} seconds", code="timeout") from None
+        finally:
+            given_up.set()
 
     def turn(self, model: Model, reply: Reply, tools: Sequence[Any] = (), several: bool = True) -> Turn:
         marks = tuple(model.tokenizer.raw.token_to_id(tag) for tag in (OPEN, CLOSE))
@@ -169,7 +192,7 @@ async def _late(seconds: float) -> Problem:
 
 def make_app(service: Service, settings: Settings = Settings()) -> FastAPI:
     """The application over a service that may still be loading."""
-    desk = Desk(service, settings)
+    desk = Desk(service, settings, Metrics(settings.clock))
     guards = [
         Middleware(Outermost, metrics=desk.metrics),
         Middleware(Hosts, names=settings.hosts),
@@ -368,13 +391,14 @@ def _add_anthropic(app: FastAPI, desk: Desk) -> None:
         return JSONResponse(writer.whole())
 
     @app.post("/v1/messages/count_tokens", responses=_ERRORS)
-    async def count(body: anthropic.CountRequest) -> dict[str, int]:
+    async def count_tokens(body: anthropic.CountRequest) -> dict[str, int]:
         """Tokens of the prompt that such a message would read."""
         model = desk.model(body.model)
         ask = anthropic.messages_ask(body, desk.nature(model))
         tools = ask.options.get("tools") if ask.shown else None
         thinking = ask.options.get("thinking")
-        return {"input_tokens": await run_in_threadpool(model.prompt_tokens, ask.messages, tools, thinking)}
+        count = await desk.prepare(lambda: model.prompt_tokens(ask.messages, tools, thinking))
+        return {"input_tokens": count}
 
 
 def _tint(model: Model, body: openai.Sampled, reply: Reply, reasoning: bool) -> Tint | None:
@@ -401,7 +425,7 @@ class _Completions:
         model, body, prompt = self._model, self._body, self._prompts[index]
         sampling = replace(model.sampling, **body.sampling())
         options = openai.completion_options(body) | {"sampling": sampling}
-        reply = await run_in_threadpool(model.generate, prompt, **options)
+        reply = await self._desk.prepare(lambda: model.generate(prompt, **options))
         turn = Turn()
         self._turns.append(turn)
         self._head = self._head or self._desk.head("cmpl-", model, reply)
