@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from lisa import blas as blas_
-from lisa.constrain import Constrained, Grammars, json_grammar, led
+from lisa.constrain import Constrained, Grammars
 from lisa.errors import ContextFull, LisaError, NoBackend, UsageError
+from lisa.grammar import call_grammar, json_grammar, led
 from lisa.memory import Budget
 from lisa.text import CLOSE, OPEN, TextReader
-from lisa.tools import Style, Tool, call_grammar, style
+from lisa.tools import Style, Tool, style
 from lisa.types import Constraint, Done, Event, Messages, Reason, Request, Sampling, Stats, TokenLogprob, Tokens
 from lisa.worker import Job, Worker
 

@@ -12,11 +12,12 @@ from serving import XML_TEMPLATE, Speech
 from tiny import ScriptedDrafter, ScriptedTarget, events, outcome, session
 from tokenizers_tiny import make_tokenizer
 
-from lisa.constrain import MAX_GRAMMAR, Constrained, Grammars, json_grammar, led
+from lisa.constrain import MAX_GRAMMAR, Constrained, Grammars
 from lisa.drafters.none import Nothing
 from lisa.errors import UsageError
+from lisa.grammar import call_grammar, json_grammar, led
 from lisa.tokenizer import Tokenizer, load_tokenizer
-from lisa.tools import CallParser, Tool, call_grammar
+from lisa.tools import CallParser, Tool
 from lisa.types import Request, Sampling
 
 SCHEMA = {

@@ -22,7 +22,8 @@ FLOORS = {
     "catalog": "errors types",
     "text": "errors types",
     "tokenizer": "errors text types",
-    "constrain": "errors text tokenizer tools types",
+    "grammar": "tools types",
+    "constrain": "errors text tokenizer types",
     "sampling": "metal types",
     "state": "errors metal types",
     "verify": "sampling types",
@@ -34,7 +35,7 @@ FLOORS = {
     "convert": "catalog errors types",
     "pairing": "catalog drafters errors hub target types",
     "loader": "blas catalog convert engine errors hub memory pace pairing prefix target tokenizer types",
-    "api": "blas constrain errors loader memory text tokenizer tools types worker engine",
+    "api": "blas constrain errors grammar loader memory text tokenizer tools types worker engine",
     "server": "api errors text tools types",
     "measure": "blas engine errors loader types",
     "chat": "api catalog errors hub memory types",
@@ -45,7 +46,21 @@ FLOORS = {
 }
 
 WITHOUT_MLX = [
-    *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli", "tools"),
+    *(
+        "types",
+        "errors",
+        "blas",
+        "memory",
+        "hub",
+        "catalog",
+        "text",
+        "tokenizer",
+        "worker",
+        "chat",
+        "cli",
+        "tools",
+        "grammar",
+    ),
     "constrain",
     "__init__",
 ]

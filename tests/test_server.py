@@ -18,7 +18,7 @@ from serving import CHAT, XML_TEMPLATE, running, scripted
 
 from lisa.api import Model
 from lisa.errors import UsageError
-from lisa.server.app import Service, Settings
+from lisa.server.desk import Service, Settings
 from lisa.server.guard import Limits, depth
 from lisa.server.run import bind, read_key
 from lisa.types import Sampling
@@ -111,7 +111,8 @@ def test_E12_what_is_not_supported_is_refused_by_name(client: httpx.Client, chan
 
 def test_E12_null_is_absent_and_harmless_values_pass(client: httpx.Client) -> None:
     from lisa.server.anthropic import MessagesRequest
-    from lisa.server.openai import ChatRequest, CompletionRequest
+    from lisa.server.completions import CompletionRequest
+    from lisa.server.openai import ChatRequest
     from lisa.server.responses import ResponsesRequest
 
     kinds = {

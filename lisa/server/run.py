@@ -14,7 +14,8 @@ import uvicorn
 
 from lisa.api import Model
 from lisa.errors import UsageError
-from lisa.server.app import Service, Settings, make_app
+from lisa.server.app import make_app
+from lisa.server.desk import Service, Settings
 
 Say = Callable[[str], None]
 
