@@ -46,23 +46,8 @@ FLOORS = {
 }
 
 WITHOUT_MLX = [
-    *(
-        "types",
-        "errors",
-        "blas",
-        "memory",
-        "hub",
-        "catalog",
-        "text",
-        "tokenizer",
-        "worker",
-        "chat",
-        "cli",
-        "tools",
-        "grammar",
-    ),
-    "constrain",
-    "__init__",
+    *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli"),
+    *("tools", "grammar", "constrain", "__init__"),
 ]
 
 

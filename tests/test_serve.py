@@ -112,6 +112,12 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_own_line() -> No
     assert done.returncode == 1 and "/no/such/model" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from lisa.cli import main; main(['serve'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT, cwd=ROOT)
+    assert done.returncode == 2 and 'pip install "lisa[serve]"' in done.stderr and done.stderr.count("\n") == 1
+
+
 def examples() -> list[tuple[str, str]]:
     return re.findall(r"```(bash|python)\n(.*?)```", DOCS.read_text("utf-8"), re.S)
 

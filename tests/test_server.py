@@ -128,6 +128,14 @@ def test_E12_null_is_absent_and_harmless_values_pass(client: httpx.Client) -> No
     assert client.post("/v1/chat/completions", json=BODY | fine).status_code == 200
 
 
+@pytest.mark.parametrize("route", [*ROUTES, "/v1/messages/count_tokens"])
+def test_E12_an_unknown_field_is_refused_by_name_on_every_route(client: httpx.Client, route: str) -> None:
+    body = ROUTES.get(route) or {k: v for k, v in ROUTES["/v1/messages"].items() if k != "max_tokens"}
+    assert client.post(route, json=body).status_code == 200
+    got = client.post(route, json=body | {"unheard_of": 1})
+    assert got.status_code == 400 and "unheard_of" in got.json()["error"]["message"]
+
+
 def test_E12_logit_bias_is_honoured(folder: Path) -> None:
     model = scripted(folder, lambda c: "Hello!")
     with running(model) as address, httpx.Client(base_url=address, timeout=WAIT) as client:
