@@ -79,6 +79,7 @@ def serve(listening: socket.socket, load: Callable[[], Model], settings: Setting
         log_level="warning",
         access_log=False,
         lifespan="off",
+        ws="none",
         server_header=False,
         timeout_graceful_shutdown=_GRACE,
         h11_max_incomplete_event_size=64 << 10,
