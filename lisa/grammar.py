@@ -26,6 +26,11 @@ def led(grammar: str, after_thinking: bool) -> str:
     return "start: LEAD? begin\nLEAD: /\\n{1,2}/\n" + grammar.replace("start:", "begin:", 1)
 
 
+def either(calls: str, answer: str) -> str:
+    """A grammar that admits calls or an answer."""
+    return "start: calls | answer\n" + calls.replace("start:", "calls:", 1) + answer.replace("start:", "answer:", 1)
+
+
 def call_grammar(
     tools: Sequence[Tool], form: Style, literal: Callable[[str], str], *, several: bool, free_text: bool = False
 ) -> str:
