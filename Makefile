@@ -46,6 +46,8 @@ bench: setup
 	$(BIN)/python -m bench.plain --save
 	@if [ "$$(uname -s)" = Linux ]; then $(BIN)/python -m bench.blas --save; fi
 	$(BIN)/lisa bench smollm2-135m --drafters ngram --save
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[serve]"
+	$(BIN)/python -m bench.serve --save
 	@if [ "$$(uname -s)-$$(uname -m)" = Darwin-arm64 ]; then $(BIN)/python -m bench.claim; $(BIN)/python -m bench.kernels; fi
 	$(BIN)/python -m bench.report
 

@@ -78,7 +78,6 @@ def short(reports: list[Report]) -> Iterator[str]:
 
 
 def full(reports: list[Report]) -> Iterator[str]:
-    sections = {"plain": _plain, "blas": _blas, "host": _host, "drafters": _drafters}
     for report in reports:
         yield ""
         yield f"## {report['bench']}: {report.get('model', 'no model')}"
@@ -87,7 +86,7 @@ def full(reports: list[Report]) -> Iterator[str]:
         yield f"{_where(report)}; {report['date']}, commit {report['commit']}, {versions}."
         yield f"`{report['command']}`"
         yield ""
-        yield from sections[report["bench"]](report)
+        yield from SECTIONS[report["bench"]](report)
     yield ""
 
 
@@ -132,6 +131,19 @@ def _drafters(report: Report) -> Iterator[str]:
         cells = [_ratio(value, values["interval"][name]) for name, value in values["ratio"].items()]
         yield f"| {kind} | " + " | ".join(cells) + " |"
 
+
+def _serve(report: Report) -> Iterator[str]:
+    yield "| server | clients | first token s | gap ms | tokens/s together | memory GB |"
+    yield "|---|---|---|---|---|---|"
+    for arm, by_clients in report["load"].items():
+        for clients, row in by_clients.items():
+            numbers = f"{row['first']:.2f} | {1000 * row['gap']:.0f} | {row['tokens_per_second']:.1f}"
+            yield f"| {arm} | {clients} | {numbers} | {row['memory'] / 1e9:.2f} |"
+    yield ""
+    yield "Lisa takes turns between its clients; mlx-lm's server batches them into one forward."
+
+
+SECTIONS = {"plain": _plain, "blas": _blas, "host": _host, "drafters": _drafters, "serve": _serve}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

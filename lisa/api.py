@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from lisa import blas as blas_
-from lisa.constrain import Constrained, Grammars, json_grammar, led
+from lisa.constrain import Constrained, Grammars
 from lisa.errors import ContextFull, LisaError, NoBackend, UsageError
+from lisa.grammar import call_grammar, either, json_grammar, led
 from lisa.memory import Budget
 from lisa.text import CLOSE, OPEN, TextReader
-from lisa.tools import Style, Tool, call_grammar, style
+from lisa.tools import Style, Tool, style
 from lisa.types import Constraint, Done, Event, Messages, Reason, Request, Sampling, Stats, TokenLogprob, Tokens
 from lisa.worker import Job, Worker
 
@@ -206,23 +207,24 @@ class Model:
 
         `tools` are shown to the model unless `tool_choice` is none; required, or the name of one, makes it call
         (lisa/tools.py reads the calls out of the text), without `parallel` only once. `schema` is a JSON schema that
-        the answer fits, "object" any JSON object. Raises NoTemplate, ContextFull, MemoryFull, Busy, UsageError.
+        the answer fits, "object" any JSON object; beside tools the model may call one instead. Raises NoTemplate,
+        ContextFull, MemoryFull, Busy, UsageError.
         """
         chosen = self._tools(tools, tool_choice, schema)
         shown = [tool.described for tool in chosen]
         prompt = self.tokenizer.render(messages, tools=shown, thinking=thinking, effort=effort, extra=template)
         if thinking is not None or thinking_budget is not None:
-            self._check_thinking(messages, thinking, thinking_budget)
-        grammar = self._grammar(chosen, tool_choice, parallel, schema)
-        constraint = None
-        if grammar is not None or thinking_budget is not None:
-            tail = self.tokenizer.decode(prompt[-16:])
-            matcher = None
-            if grammar is not None:
-                may_think = self.tokenizer.raw.token_to_id(CLOSE) is not None and not tail.rstrip().endswith(CLOSE)
-                matcher = self._grammars.matcher(led(grammar, may_think))
-            constraint = Constrained(self.tokenizer, self._vocab, tail, matcher, thinking_budget)
+            self._check_thinking(thinking, thinking_budget)
+        constraint = self._constraint(prompt, self._grammar(chosen, tool_choice, parallel, schema), thinking_budget)
         return self._reply(prompt, sampling, max_tokens, stop, logprobs, True, constraint)
+
+    def _constraint(self, prompt: Sequence[int], grammar: str | None, budget: int | None) -> Constraint | None:
+        if grammar is None and budget is None:
+            return None
+        tail = self.tokenizer.decode(prompt[-16:])
+        may_think = self.tokenizer.raw.token_to_id(CLOSE) is not None and not tail.rstrip().endswith(CLOSE)
+        matcher = None if grammar is None else self._grammars.matcher(led(grammar, may_think))
+        return Constrained(self.tokenizer, self._vocab, tail, matcher, budget)
 
     def _tools(
         self,
@@ -251,15 +253,17 @@ class Model:
         parallel: bool,
         schema: Mapping[str, Any] | Literal["object"] | None,
     ) -> str | None:
-        strict = any(tool.strict for tool in tools)
-        if tools and self.calls is not None and (strict or choice not in ("auto", "none")):
-            if schema is not None:
-                raise UsageError("strict tools and a schema for the answer exclude one another")
-            free = choice == "auto"
-            return call_grammar(tools, self.calls, self._grammars.literal, several=parallel, free_text=free)
-        return None if schema is None else json_grammar(None if schema == "object" else schema)
+        answer = None if schema is None else json_grammar(None if schema == "object" else schema)
+        if not tools or self.calls is None:
+            return answer
+        literal = self._grammars.literal
+        if answer is not None:
+            return either(call_grammar(tools, self.calls, literal, several=parallel), answer)
+        if choice == "auto" and not any(tool.strict for tool in tools):
+            return None
+        return call_grammar(tools, self.calls, literal, several=parallel, free_text=choice == "auto")
 
-    def _check_thinking(self, messages: Messages, thinking: bool | None, budget: int | None) -> None:
+    def _check_thinking(self, thinking: bool | None, budget: int | None) -> None:
         """Raise for what the template would ignore."""
         if budget is not None and budget < 0:
             raise UsageError(f"thinking_budget is a number of tokens, not {budget}")

@@ -271,7 +271,7 @@ def serve(
         raise UsageError("--no-blas leaves out Intel MKL, which is never used on a Mac: leave out the option")
     try:
         from lisa.server import run
-        from lisa.server.app import Settings
+        from lisa.server.desk import Settings
     except ImportError as error:
         raise UsageError(f'lisa serve needs {error.name}: pip install "lisa[serve]"') from error
     key = run.read_key(None if api_key_file is None else str(api_key_file), os.environ.get("LISA_API_KEY"))

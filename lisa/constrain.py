@@ -10,14 +10,13 @@ from __future__ import annotations
 import codecs
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lisa.errors import LisaError, UsageError
 from lisa.text import CLOSE, OPEN
 from lisa.tokenizer import Tokenizer
-from lisa.tools import bounded
 
 MAX_GRAMMAR = 1 << 18
 """Characters of a grammar, schemas included."""
@@ -27,18 +26,6 @@ _GRACE = 4
 """Tokens a budget may be overdrawn by, to end on a whole character."""
 
 Phase = Literal["begin", "thinking", "closing", "answer"]
-
-
-def json_grammar(schema: Mapping[str, Any] | None) -> str:
-    """Lark text for a JSON value that fits `schema`; None asks for any object."""
-    return f"start: %json {bounded({'type': 'object'} if schema is None else schema)}\n"
-
-
-def led(grammar: str, after_thinking: bool) -> str:
-    """A grammar that admits the empty line models put behind their thinking."""
-    if not after_thinking:
-        return grammar
-    return "start: LEAD? begin\nLEAD: /\\n{1,2}/\n" + grammar.replace("start:", "begin:", 1)
 
 
 class Grammars:

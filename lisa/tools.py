@@ -1,4 +1,4 @@
-"""Tool calls out of text while it is generated, and the grammar of a call.
+"""Tool calls out of text while it is generated.
 
 Two ways of writing a call are read, whichever the model uses: Qwen's XML and the Hermes form, JSON between the same
 tags. Damaged markup loses nothing: a value ends at the next tag, and what cannot be a call is given back as text.
@@ -28,7 +28,6 @@ _JSON_TYPES: Mapping[str, Any] = {
     "object": dict,
 }
 _LONGEST_NAME = 200
-_BLANK = r"[\x20\x0A\x0D\x09]{0,24}"
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -227,7 +226,7 @@ class CallParser:
 
     def _start_value(self, key: str) -> None:
         self._member(key)
-        self._types = _types(self._tool.properties.get(key))
+        self._types = types_of(self._tool.properties.get(key))
         self._string = self._types == {"string"}
         self._value = ""
         self._end = None
@@ -404,7 +403,7 @@ def _loads(text: str, default: Any) -> Any:
         return default
 
 
-def _types(schema: Any) -> set[str]:
+def types_of(schema: Any) -> set[str]:
     """The JSON types a schema admits; empty when it does not say."""
     if not isinstance(schema, Mapping):
         return set()
@@ -416,7 +415,7 @@ def _types(schema: Any) -> set[str]:
     if isinstance(schema.get("enum"), list):
         return {"string"} if all(isinstance(v, str) for v in schema["enum"]) else set()
     members = [m for name in ("anyOf", "oneOf") for m in schema.get(name) or () if isinstance(schema.get(name), list)]
-    found = [_types(member) for member in members]
+    found = [types_of(member) for member in members]
     return set().union(*found) if all(found) else set()
 
 
@@ -452,72 +451,8 @@ def _value_end(text: str) -> int | None:
     return int(end.start()) if end else None
 
 
-# The grammar of calls
-
-
 def style(template: str) -> Style | None:
     """How a chat template writes calls; None when it shows a model no tools."""
     if "tools" not in template:
         return None
     return "xml" if "<function=" in template else "json"
-
-
-def call_grammar(
-    tools: Sequence[Tool], form: Style, literal: Callable[[str], str], *, several: bool, free_text: bool = False
-) -> str:
-    """Lark text (llguidance) for calls of `tools` whose arguments fit their schemas.
-
-    `literal` names a piece of markup that may be a token of its own. At least one call is asked for, and with
-    `several` more may follow; with `free_text` text may stand in front, and no call need be made.
-    """
-    names = [f"call_{i}" for i in range(len(tools))]
-    rules = [rule for i, tool in enumerate(tools) for rule in (_xml_rules if form == "xml" else _json_rules)(i, tool)]
-    opener, closer = literal(OPEN), literal(CLOSE)
-    call = f"call: {opener} body {closer}"
-    start = 'start: call ("\\n" call)*' if several else "start: call"
-    if free_text:
-        # Markup that is plain text ends the text in front of it lazily; a token of its own ends it anyway.
-        lazy = opener.startswith('"')
-        call = f"call: before body {closer}"
-        rules.append(f"before{'[lazy]' if lazy else ''}: TEXT {opener}")
-        rules.append("TEXT: /(.|\\n)*/")
-        start = "start: call* TEXT" if several else "start: (call | TEXT)"
-    return "\n".join([start, call, "body: " + " | ".join(names), *rules]) + "\n"
-
-
-def _json_rules(i: int, tool: Tool) -> list[str]:
-    head = json.dumps('\n{"name": ' + json.dumps(tool.name) + ', "arguments": ')
-    return [
-        f"call_{i}: {head} arguments_{i} {json.dumps(chr(125) + chr(10))}",
-        f"arguments_{i}: %json {bounded(_schema(tool))}",
-    ]
-
-
-def _xml_rules(i: int, tool: Tool) -> list[str]:
-    required = tool.parameters.get("required") or []
-    rules, members = [], []
-    for j, (key, schema) in enumerate(tool.properties.items()):
-        name = f"p_{i}_{j}"
-        members.append(name if key in required else f"{name}?")
-        rules += _parameter_rules(name, key, schema)
-    head, tail = json.dumps(f"\n<function={tool.name}>\n"), json.dumps("</function>\n")
-    return [f"call_{i}: {head} {' '.join(members)} {tail}", *rules]
-
-
-def _parameter_rules(name: str, key: str, schema: Any) -> list[str]:
-    head, tail = json.dumps(f"<parameter={key}>\n"), json.dumps("\n</parameter>\n")
-    enum = schema.get("enum") if isinstance(schema, Mapping) else None
-    if isinstance(enum, list) and enum and all(isinstance(value, str) for value in enum):
-        return [f"{name}: {head} ({' | '.join(map(json.dumps, enum))}) {tail}"]
-    if _types(schema) <= {"string"}:
-        return [f"{name}: {head} {name}_v", f"{name}_v[suffix={tail}]: /(.|\\n)*/"]
-    return [f"{name}: {head} {name}_v {tail}", f"{name}_v: %json {bounded(schema)}"]
-
-
-def _schema(tool: Tool) -> Mapping[str, Any]:
-    return {"type": "object", **tool.parameters}
-
-
-def bounded(schema: Mapping[str, Any]) -> str:
-    """A schema as Lark text wants it. White space between its parts ends: a model could go on with it for ever."""
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": _BLANK}})

@@ -19,7 +19,8 @@ from lisa.api import Model
 from lisa.blas import use
 from lisa.engine import Engine
 from lisa.pace import Fixed
-from lisa.server.app import Service, Settings, make_app
+from lisa.server.app import make_app
+from lisa.server.desk import Service, Settings
 from lisa.tokenizer import Tokenizer, load_tokenizer
 from lisa.types import Sampling
 from lisa.worker import Worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from folders import write_model
 
 import lisa
-from lisa.errors import Closed, ContextFull, NoTemplate, UsageError
+from lisa.errors import Closed, ContextFull, MemoryFull, NoTemplate, UsageError
 from lisa.pace import Fixed
 
 CHAT = [{"role": "user", "content": "hello there, hello there, hello"}]
@@ -196,3 +197,64 @@ def test_F6_without_a_template_completion_works_and_chat_says_why_not(tmp_path: 
 def test_load_refuses_what_it_cannot_do(folder: Path, options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=str(next(iter(options.values())))):
         lisa.load(str(folder), **options)  # type: ignore[arg-type]
+
+
+def test_contexts_kept_for_reuse_give_way_to_a_request_and_what_still_does_not_fit_is_refused(folder: Path) -> None:
+    with lisa.load(str(folder), drafter="none") as model:
+        budget = model._budget
+        model.generate([1, 2, 3], max_tokens=5).read()
+        first = model._idle.pop()
+        model.generate([9, 9, 9], max_tokens=5).read()
+        model._idle.append(first)
+        assert model._cached() > 0
+        budget.limit = budget.weights + model._cached() + budget.need(60)
+        model.generate([1, 2, 3, 4], max_tokens=50).read()
+        assert len(model._idle) == 2, "there is room, and both are kept"
+        budget.limit = budget.weights + budget.need(60)
+        model.generate([1, 2, 3, 4], max_tokens=50).read()
+        assert model._idle == [first], "the one that was not asked for has given way"
+        assert model.memory == budget.weights + model._cached()
+        with pytest.raises(MemoryFull, match="may be resident"):
+            model.generate([1, 2, 3, 4], max_tokens=90)
+        with budget.held(budget.need(30)), pytest.raises(MemoryFull):
+            model.generate([1, 2, 3, 4], max_tokens=50).read()
+        assert model.generate([4] * 10, max_tokens=3).read().ids and budget.in_use == 0
+
+
+def test_a_context_smaller_than_the_models_limits_prompt_and_answer(folder: Path) -> None:
+    with lisa.load(str(folder), context=12) as model:
+        answer = model.generate([1] * 8, max_tokens=50).read()
+        assert (len(answer.ids), answer.reason) == (4, "length")
+        with pytest.raises(ContextFull, match="12 tokens and the context holds 12"):
+            model.generate([1] * 12)
+    with pytest.raises(UsageError, match="context"):
+        lisa.load(str(folder), context=1)
+
+
+def test_an_answer_fits_a_schema_with_drafting_and_without(folder: Path, model: lisa.Model) -> None:
+    schema = {"type": "array", "items": {"enum": ["a", "b", 17]}, "minItems": 2, "maxItems": 6}
+    for sampling in (lisa.Sampling(), lisa.Sampling(temperature=1.0, seed=3)):
+        drafted = model.chat(CHAT, sampling=sampling, max_tokens=200, schema=schema, thinking=False).read()
+        with lisa.load(str(folder), drafter="none") as other:
+            plain = other.chat(CHAT, sampling=sampling, max_tokens=200, schema=schema, thinking=False).read()
+        assert plain.ids == drafted.ids and plain.reason == "stop"
+        assert set(json.loads(plain.text)) <= {"a", "b", 17}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tool_choice": "required"}, "no tools"),
+        ({"tools": [TOOL], "tool_choice": "g"}, "'g'"),
+        ({"tools": [{"name": "f"}]}, "function"),
+        ({"tools": [TOOL], "tool_choice": "required", "schema": "object"}, "exclude"),
+        ({"schema": {"uniqueItems": True}}, "uniqueItems"),
+        ({"thinking_budget": -1}, "thinking_budget"),
+    ],
+)
+def test_what_a_constraint_cannot_do_is_refused_by_name(model: lisa.Model, options: Any, named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        model.chat(CHAT, **options)

@@ -303,6 +303,22 @@ def test_responses_call_functions_and_read_their_results(gpt: Any) -> None:
     assert done == [c.arguments for c in calls]
 
 
+@pytest.mark.parametrize(
+    ("choice", "kinds"),
+    [
+        ("required", ["function_call"]),
+        ({"type": "function", "name": "get_weather"}, ["function_call"]),
+        ("none", ["message"]),
+    ],
+)
+def test_E9_responses_do_as_tool_choice_says(gpt: Any, choice: Any, kinds: list[str]) -> None:
+    tools: Any = [{"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": None}]
+    got = gpt.responses.create(
+        model="scripted", input="hello", tools=tools, tool_choice=choice, reasoning={"effort": "none"}
+    )
+    assert [item.type for item in got.output] == kinds
+
+
 def test_responses_are_cut_and_refused_as_said(gpt: Any) -> None:
     cut = gpt.responses.create(model="scripted", input="count", max_output_tokens=3)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"

@@ -12,11 +12,12 @@ from serving import XML_TEMPLATE, Speech
 from tiny import ScriptedDrafter, ScriptedTarget, events, outcome, session
 from tokenizers_tiny import make_tokenizer
 
-from lisa.constrain import MAX_GRAMMAR, Constrained, Grammars, json_grammar, led
+from lisa.constrain import MAX_GRAMMAR, Constrained, Grammars
 from lisa.drafters.none import Nothing
 from lisa.errors import UsageError
+from lisa.grammar import call_grammar, either, json_grammar, led
 from lisa.tokenizer import Tokenizer, load_tokenizer
-from lisa.tools import CallParser, Tool, call_grammar
+from lisa.tools import CallParser, Tool
 from lisa.types import Request, Sampling
 
 SCHEMA = {
@@ -232,6 +233,22 @@ def test_strict_tools_leave_text_and_calls_free_but_for_the_arguments(
     wrong = written.replace("\nf\n", "\nx\n").replace('"f"', '"x"')
     text = say(tokenizer, wrong, lambda: make(tokenizer, grammars, "</think>", grammar, None))[1]
     assert text != wrong
+
+
+@pytest.mark.parametrize("form", ["xml", "json"])
+def test_beside_tools_a_schema_leaves_a_call_or_an_answer(tokenizer: Tokenizer, grammars: Grammars, form: Any) -> None:
+    grammar = either(call_grammar(TOOLS, form, grammars.literal, several=True), json_grammar(SCHEMA))
+    call = {
+        "xml": "<tool_call>\n<function=unit>\n<parameter=u>\nf\n</parameter>\n</function>\n</tool_call>",
+        "json": '<tool_call>\n{"name": "unit", "arguments": {"u": "f"}}\n</tool_call>',
+    }[form]
+    for tail, lead in (("</think>", ""), ("<think>\n", "hm\n</think>\n\n")):
+        for says in (call, f"{call}\n{call}", '{"name": "Ada", "n": 36}'):
+            made = lambda t=tail: make(tokenizer, grammars, t, led(grammar, bool(lead)), None)  # noqa: B023, E731
+            start = tail if lead else ""
+            assert say(tokenizer, lead + says, made, start, limit=300)[1] == lead + says
+    prose = say(tokenizer, "Well, no.", lambda: make(tokenizer, grammars, "</think>", grammar, None))[1]
+    assert prose.startswith(("{", "<tool_call>"))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ FLOORS = {
     "fit": "catalog errors memory",
     "text": "errors types",
     "tokenizer": "errors text types",
-    "constrain": "errors text tokenizer tools types",
+    "grammar": "tools types",
+    "constrain": "errors text tokenizer types",
     "sampling": "metal types",
     "state": "errors metal types",
     "verify": "sampling types",
@@ -48,7 +49,7 @@ FLOORS = {
     "pairing": "catalog drafters errors hub target types",
     "loader": "blas catalog convert engine errors fit hub memory metal pace pairing prefix remember selfcheck target "
     "tokenizer types",
-    "api": "blas constrain errors layers loader memory text tokenizer tools types worker engine",
+    "api": "blas constrain errors grammar layers loader memory text tokenizer tools types worker engine",
     "server": "api errors text tools types",
     "prompts": "errors tokenizer types",
     "measure": "blas engine errors loader memory prompts types",
@@ -61,7 +62,7 @@ FLOORS = {
 
 WITHOUT_MLX = [
     *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli", "tools"),
-    *("bandwidth", "constrain", "doctor", "remember", "verdicts", "download", "fit", "manage", "store"),
+    *("bandwidth", "constrain", "doctor", "remember", "verdicts", "download", "fit", "grammar", "manage", "store"),
     "__init__",
 ]
 

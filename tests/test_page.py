@@ -15,7 +15,7 @@ import httpx
 import pytest
 from serving import XML_TEMPLATE, running, scripted
 
-from lisa.server.app import Settings
+from lisa.server.desk import Settings
 
 PAGE = Path(__file__).parent.parent / "lisa" / "server" / "web" / "index.html"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -18,6 +18,9 @@ import pytest
 from folders import write_model
 from serving import XML_TEMPLATE, running, scripted
 
+from bench import report
+from bench import serve as bench
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "server.md"
 COMMAND = [sys.executable, "-m", "lisa", "serve", "--port", "0", "--offline"]
@@ -112,6 +115,12 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_own_line() -> No
     assert done.returncode == 1 and "/no/such/model" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from lisa.cli import main; main(['serve'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT, cwd=ROOT)
+    assert done.returncode == 2 and 'pip install "lisa[serve]"' in done.stderr and done.stderr.count("\n") == 1
+
+
 def examples() -> list[tuple[str, str]]:
     return re.findall(r"```(bash|python)\n(.*?)```", DOCS.read_text("utf-8"), re.S)
 
@@ -134,6 +143,16 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = scripted(tmp_path_factory.mktemp("model"), script, template=XML_TEMPLATE, name="qwen3.8-27b", right=3)
     with running(model) as address:
         yield address
+
+
+def test_the_bench_counts_what_its_clients_get(url: str) -> None:
+    port = int(url.rsplit(":", 1)[1])
+    streams = bench.load(port, "qwen3.8-27b", 3, 9)
+    assert [s.tokens for s in streams] == [9] * 3 and all(s.first > 0 and s.gap >= 0 for s in streams)
+    row = bench.measured(streams)
+    assert row["tokens_per_second"] > 0
+    load = {"arm": {3: row | {"memory": bench.memory(os.getpid())}}}
+    assert any("| arm | 3 |" in line for line in report.SECTIONS["serve"]({"load": load}))
 
 
 SHOWN = ["Paris", "Seine", "Hm.\nParis", "name='Ada' age=36", "It is sunny in Oslo.", "Paris"]

@@ -14,7 +14,7 @@ from serving import running
 import lisa
 from bench.tiny.evaluate import held_out
 from lisa.blas import STRICT_POSSIBLE
-from lisa.server.app import Settings
+from lisa.server.desk import Settings
 
 openai = pytest.importorskip("openai")
 

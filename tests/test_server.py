@@ -18,7 +18,7 @@ from serving import CHAT, XML_TEMPLATE, running, scripted
 
 from lisa.api import Model
 from lisa.errors import UsageError
-from lisa.server.app import Service, Settings
+from lisa.server.desk import Service, Settings
 from lisa.server.guard import Limits, depth
 from lisa.server.run import bind, read_key
 from lisa.types import Sampling
@@ -111,7 +111,8 @@ def test_E12_what_is_not_supported_is_refused_by_name(client: httpx.Client, chan
 
 def test_E12_null_is_absent_and_harmless_values_pass(client: httpx.Client) -> None:
     from lisa.server.anthropic import MessagesRequest
-    from lisa.server.openai import ChatRequest, CompletionRequest
+    from lisa.server.completions import CompletionRequest
+    from lisa.server.openai import ChatRequest
     from lisa.server.responses import ResponsesRequest
 
     kinds = {
@@ -125,6 +126,14 @@ def test_E12_null_is_absent_and_harmless_values_pass(client: httpx.Client) -> No
         assert client.post(route, json=nulls | body).status_code == 200, route
     fine = {"n": 1, "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "seed": 3}
     assert client.post("/v1/chat/completions", json=BODY | fine).status_code == 200
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "/v1/messages/count_tokens"])
+def test_E12_an_unknown_field_is_refused_by_name_on_every_route(client: httpx.Client, route: str) -> None:
+    body = ROUTES.get(route) or {k: v for k, v in ROUTES["/v1/messages"].items() if k != "max_tokens"}
+    assert client.post(route, json=body).status_code == 200
+    got = client.post(route, json=body | {"unheard_of": 1})
+    assert got.status_code == 400 and "unheard_of" in got.json()["error"]["message"]
 
 
 def test_E12_logit_bias_is_honoured(folder: Path) -> None:
@@ -478,6 +487,27 @@ def test_a_reply_that_takes_too_long_is_ended_with_an_error(folder: Path) -> Non
         got = client.post("/v1/chat/completions", json=BODY)
         assert got.status_code == 504 and got.json()["error"]["code"] == "timeout"
         gate.open.set()
+        until(lambda: model.unfinished == 0)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "/v1/messages/count_tokens"])
+def test_a_template_that_never_comes_back_loses_its_request_only(
+    folder: Path, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = threading.Event()
+    model = scripted(folder, lambda c: "Hello!")
+    with (
+        running(model, Settings(preparation=0.1)) as address,
+        httpx.Client(base_url=address, timeout=WAIT) as client,
+        monkeypatch.context() as patch,
+    ):
+        for name in ("chat", "generate", "prompt_tokens"):
+            real = getattr(model, name)
+            patch.setattr(model, name, lambda *a, real=real, **o: endless.wait(WAIT) and real(*a, **o))
+        body = {k: v for k, v in ROUTES["/v1/messages"].items() if k != "max_tokens"}
+        got = client.post(route, json=ROUTES.get(route, body))
+        assert got.status_code == 504
+        endless.set()
         until(lambda: model.unfinished == 0)
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -20,57 +17,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from lisa import __version__
 from lisa.api import Model, Reply
 from lisa.errors import LisaError
-from lisa.server import anthropic, openai, responses
-from lisa.server.guard import Bodies, Hosts, Keys, Limits, Origins
+from lisa.server import anthropic, completions, openai, responses
+from lisa.server.desk import Desk, Service, Settings
+from lisa.server.guard import Bodies, Hosts, Keys, Origins
 from lisa.server.metrics import Metrics
 from lisa.server.problem import Problem, problem
-from lisa.server.stream import DataWire, EventStream, EventWire, Tick, Tint, Wire, collect, frames, gone, told
-from lisa.server.turn import Ask, Head, Nature, Turn, new_id
-from lisa.text import CLOSE, OPEN
-
-KEEPALIVE = 10.0
-"""Seconds between signs of life on a stream."""
-
-
-@dataclass
-class Service:
-    """What is being served, which changes while it is loaded and when it is closed."""
-
-    model: Model | None = None
-    failed: str | None = None
-
-    @property
-    def status(self) -> Literal["loading", "ready", "failed"]:
-        if self.failed is not None or (self.model is not None and not self.model.alive):
-            return "failed"
-        return "loading" if self.model is None else "ready"
-
-    def ready(self) -> Model:
-        """Raises Problem while there is nothing to ask."""
-        if self.model is None or self.status != "ready":
-            what = (
-                "the model is loading; try again in a moment" if self.status == "loading" else "the engine has failed"
-            )
-            raise Problem(503, what, code=self.status)
-        return self.model
-
-
-@dataclass(frozen=True)
-class Settings:
-    """`key` is the API key, `hosts` and `origins` are allowed beside the server's own.
-
-    `tick` comes true at every keep-alive; `timeout` is the most seconds a reply may take; `patience` how long a reader
-    may take nothing.
-    """
-
-    key: str | None = None
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    limits: Limits = field(default_factory=Limits)
-    tick: Tick = lambda: asyncio.sleep(KEEPALIVE)
-    timeout: float | None = None
-    patience: float = 60.0
-    clock: Callable[[], float] = time.perf_counter
+from lisa.server.stream import DataWire, EventStream, EventWire, Tint, frames, told
+from lisa.server.turn import Head, Turn
 
 
 class ErrorDetail(BaseModel):
@@ -104,72 +57,9 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Desk:
-    """One running server: takes an Ask to the model and brings the reply back, streamed or whole."""
-
-    service: Service
-    settings: Settings
-    metrics: Metrics = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", Metrics(self.settings.clock))
-
-    def model(self, name: str) -> Model:
-        model = self.service.ready()
-        if name != model.name:
-            raise Problem(404, f"model {name!r} is not served here; {model.name!r} is", "model", "model_not_found")
-        return model
-
-    def nature(self, model: Model) -> Nature:
-        return Nature(model.sampling, model.thinks, model.reads)
-
-    async def ask(self, model: Model, ask: Ask) -> tuple[Reply, Turn]:
-        """Render, tokenise and queue, outside both the engine's thread and the event loop."""
-        options = dict(ask.options) | {"sampling": replace(model.sampling, **ask.sampling)}
-        reply = await run_in_threadpool(model.chat, ask.messages, **options)
-        several = bool(ask.options.get("parallel", True))
-        return reply, self.turn(model, reply, ask.shown, several)
-
-    def turn(self, model: Model, reply: Reply, tools: Sequence[Any] = (), several: bool = True) -> Turn:
-        marks = tuple(model.tokenizer.raw.token_to_id(tag) for tag in (OPEN, CLOSE))
-        tail = model.tokenizer.decode(reply.prompt[-16:]).rstrip()
-        return Turn(tools, several=several, marks=(marks[0], marks[1]), thinking=tail.endswith(OPEN))
-
-    def head(self, prefix: str, model: Model, reply: Reply) -> Head:
-        return Head(new_id(prefix), model.name, int(time.time()), len(reply.prompt))
-
-    def stops(self) -> list[Awaitable[Problem]]:
-        return [] if self.settings.timeout is None else [_late(self.settings.timeout)]
-
-    def stream(self, reply: Reply, turn: Turn, writer: Any, wire: Wire, tint: Tint | None = None) -> EventStream:
-        body = frames(
-            reply,
-            turn,
-            writer,
-            wire,
-            tick=self.settings.tick,
-            watch=self.metrics.watch(),
-            stops=self.stops(),
-            tint=tint,
-        )
-        return EventStream(body, self.settings.patience)
-
-    async def collect(self, request: Request, reply: Reply, turn: Turn) -> None:
-        await collect(reply, turn, self.metrics.watch(), [gone(request.receive), *self.stops()])
-
-    def spell(self, model: Model) -> Callable[[int], bytes]:
-        return lambda token: model.tokenizer.spell(token, False) or b""
-
-
-async def _late(seconds: float) -> Problem:
-    await asyncio.sleep(seconds)
-    return Problem(504, f"the reply took more than {seconds:g} seconds and was ended", code="timeout")
-
-
-def make_app(service: Service, settings: Settings = Settings()) -> FastAPI:
+def make_app(service: Service, settings: Settings) -> FastAPI:
     """The application over a service that may still be loading."""
-    desk = Desk(service, settings)
+    desk = Desk(service, settings, Metrics(settings.clock))
     guards = [
         Middleware(Outermost, metrics=desk.metrics),
         Middleware(Hosts, names=settings.hosts),
@@ -333,10 +223,10 @@ def _add_openai(app: FastAPI, desk: Desk) -> None:
         return JSONResponse(writer.whole())
 
     @app.post("/v1/completions", responses=STREAMED, response_model=None)
-    async def completions(body: openai.CompletionRequest, request: Request) -> Response:
+    async def complete(body: completions.CompletionRequest, request: Request) -> Response:
         """What follows a text, without a template. Several prompts are answered one after another."""
         model = desk.model(body.model)
-        runs = _Completions(desk, model, body, openai.completion_prompts(body))
+        runs = _Completions(desk, model, body, completions.completion_prompts(body))
         if body.stream:
             return EventStream(runs.stream(await runs.begin(0)), desk.settings.patience)
         return JSONResponse(await runs.whole(request))
@@ -368,13 +258,14 @@ def _add_anthropic(app: FastAPI, desk: Desk) -> None:
         return JSONResponse(writer.whole())
 
     @app.post("/v1/messages/count_tokens", responses=_ERRORS)
-    async def count(body: anthropic.CountRequest) -> dict[str, int]:
+    async def count_tokens(body: anthropic.CountRequest) -> dict[str, int]:
         """Tokens of the prompt that such a message would read."""
         model = desk.model(body.model)
         ask = anthropic.messages_ask(body, desk.nature(model))
         tools = ask.options.get("tools") if ask.shown else None
         thinking = ask.options.get("thinking")
-        return {"input_tokens": await run_in_threadpool(model.prompt_tokens, ask.messages, tools, thinking)}
+        count = await desk.prepare(lambda: model.prompt_tokens(ask.messages, tools, thinking))
+        return {"input_tokens": count}
 
 
 def _tint(model: Model, body: openai.Sampled, reply: Reply, reasoning: bool) -> Tint | None:
@@ -383,13 +274,13 @@ def _tint(model: Model, body: openai.Sampled, reply: Reply, reasoning: bool) -> 
     return Tint(model.tokenizer.reader(stop=body.stop, prompt=reply.prompt, reasoning=reasoning))
 
 
-Begun = tuple[Reply, Turn, openai.CompletionWriter]
+Begun = tuple[Reply, Turn, completions.CompletionWriter]
 
 
 class _Completions:
     """The choices of one completion request."""
 
-    def __init__(self, desk: Desk, model: Model, body: openai.CompletionRequest, prompts: Sequence[Any]):
+    def __init__(self, desk: Desk, model: Model, body: completions.CompletionRequest, prompts: Sequence[Any]):
         self._desk = desk
         self._model = model
         self._body = body
@@ -400,14 +291,14 @@ class _Completions:
     async def begin(self, index: int) -> Begun:
         model, body, prompt = self._model, self._body, self._prompts[index]
         sampling = replace(model.sampling, **body.sampling())
-        options = openai.completion_options(body) | {"sampling": sampling}
-        reply = await run_in_threadpool(model.generate, prompt, **options)
+        options = completions.completion_options(body) | {"sampling": sampling}
+        reply = await self._desk.prepare(lambda: model.generate(prompt, **options))
         turn = Turn()
         self._turns.append(turn)
         self._head = self._head or self._desk.head("cmpl-", model, reply)
         text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
         echoed = text if body.echo else ""
-        writer = openai.CompletionWriter(body, self._head, turn, self._desk.spell(model), index, echoed)
+        writer = completions.CompletionWriter(body, self._head, turn, self._desk.spell(model), index, echoed)
         return reply, turn, writer
 
     async def whole(self, request: Request) -> Mapping[str, Any]:
@@ -417,7 +308,7 @@ class _Completions:
             await self._desk.collect(request, begun[0], begun[1])
             choices.append(begun[2].choice())
         assert begun is not None
-        usage = openai.completions_usage(self._turns)
+        usage = completions.completions_usage(self._turns)
         return begun[2].envelope() | {"choices": choices, "usage": usage, "timings": self._turns[0].timings}
 
     async def stream(self, begun: Begun) -> AsyncIterator[bytes]:
@@ -434,6 +325,6 @@ class _Completions:
             if turn.reason == "cancelled" or not turn.complete:
                 break
         if self._body.usage_chunk:
-            usage = openai.completions_usage(self._turns)
+            usage = completions.completions_usage(self._turns)
             yield wire.frame(writer.envelope() | {"choices": [], "usage": usage})
         yield wire.end()

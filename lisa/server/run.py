@@ -14,7 +14,8 @@ import uvicorn
 
 from lisa.api import Model
 from lisa.errors import UsageError
-from lisa.server.app import Service, Settings, make_app
+from lisa.server.app import make_app
+from lisa.server.desk import Service, Settings
 
 Say = Callable[[str], None]
 
@@ -78,6 +79,7 @@ def serve(listening: socket.socket, load: Callable[[], Model], settings: Setting
         log_level="warning",
         access_log=False,
         lifespan="off",
+        ws="none",
         server_header=False,
         timeout_graceful_shutdown=_GRACE,
         h11_max_incomplete_event_size=64 << 10,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from lisa.server.problem import Problem
 from lisa.tools import Arguments, Begin, CallParser, End, Piece, Text, Tool
-from lisa.types import Done, Event, Message, Sampling, Stats, TokenLogprob, Tokens
+from lisa.types import Done, Event, Message, Stats, TokenLogprob, Tokens
 
 
 class Body(BaseModel):
@@ -175,10 +175,8 @@ def _text(text: str) -> list[Piece]:
 class Nature:
     """What a model can do, as far as requests depend on it."""
 
-    sampling: Sampling
     thinks: bool
     reads: Callable[[str], bool]
-    encode: Callable[[str], list[int]] = field(default=lambda text: [])
 
 
 _BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192, "high": None, "xhigh": None, "max": None}
