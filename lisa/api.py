@@ -142,7 +142,8 @@ class Model:
         self.name = loaded.name
         self.sampling = loaded.sampling
         self.context = loaded.engine.target.context
-        self.about = f"{loaded.about}, BLAS {blas}" if " on CPU" in loaded.about else loaded.about
+        self._blas = blas
+        self.about = self._about(loaded)
 
     def chat(
         self,
@@ -189,7 +190,8 @@ class Model:
         reasoning: bool,
     ) -> Reply:
         sampling = self.sampling if sampling is None else sampling
-        _check(prompt, sampling, max_tokens, logprobs, self.tokenizer.vocab)
+        check_options(sampling, max_tokens, logprobs)
+        _check_tokens([*prompt, *(token for token, _ in sampling.logit_bias)], self.tokenizer.vocab)
         reader = self.tokenizer.reader(stop=stop, prompt=prompt, reasoning=reasoning)
         request = Request(tuple(prompt), sampling, max_tokens, self.tokenizer.eos, logprobs, reader)
         return Reply(self._worker.stream(lambda: self._run(request)))
@@ -213,6 +215,24 @@ class Model:
         self._idle.remove(best)
         return best
 
+    def redraft(self, drafter: str, *, say: Say | None = None) -> None:
+        """Take another drafter, named as in `load`; the weights stay, the contexts are forgotten. Raises LisaError."""
+
+        def redrafted() -> Loaded:
+            from lisa.loader import redraft, remember
+
+            assert self._loaded is not None
+            loaded = redraft(self._loaded, drafter, say=say)
+            remember(self._loaded)
+            self._idle.clear()
+            self._loaded = loaded
+            return loaded
+
+        self.about = self._about(self._worker.call(redrafted))
+
+    def _about(self, loaded: Loaded) -> str:
+        return f"{loaded.about}, BLAS {self._blas}" if " on CPU" in loaded.about else loaded.about
+
     def close(self) -> None:
         """Cancel every reply, end the thread and let go of the weights. Harmless to repeat."""
         self._worker.close()
@@ -232,7 +252,7 @@ class Model:
         self.close()
 
 
-def _check(prompt: Sequence[int], sampling: Sampling, max_tokens: int | None, logprobs: int | None, vocab: int) -> None:
+def check_options(sampling: Sampling, max_tokens: int | None = None, logprobs: int | None = None) -> None:
     """UsageError for an option outside its range, naming it."""
     s = sampling
     wrong = [
@@ -251,6 +271,9 @@ def _check(prompt: Sequence[int], sampling: Sampling, max_tokens: int | None, lo
     for name, value, wanted, fine in wrong:
         if not fine:
             raise UsageError(f"{name} must be {wanted}, not {value!r}")
-    for token in (*prompt, *(token for token, _ in s.logit_bias)):
+
+
+def _check_tokens(tokens: Sequence[int], vocab: int) -> None:
+    for token in tokens:
         if not 0 <= token < vocab:
             raise UsageError(f"token id {token} is outside the vocabulary of {vocab}")

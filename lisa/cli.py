@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +16,11 @@ import typer
 
 import lisa
 from lisa import api, catalog, fit, hub, manage
-from lisa.chat import answer, converse, is_terminal, say
+from lisa.chat import answer, converse
 from lisa.errors import DamagedModel, LisaError, NotCached, UsageError
 from lisa.memory import Machine, gigabytes, machine
+from lisa.screen import is_terminal, say
+from lisa.slash import Conversation
 from lisa.types import MAX_WIDTH, Message
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -85,6 +86,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End a reply before this text; may be repeated.")] = None,
     thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="Where a model has both.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Neither read nor write the history of messages.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Bit-equal rows on a CPU, slower.")] = False,
     no_blas: Annotated[bool, typer.Option("--no-blas", help="Leave Intel MKL out, on Linux.")] = False,
@@ -103,38 +105,54 @@ def chat(
         model, why = default_model(machine(), quantisation, _here, _declines if offline else _agrees)
         say(f"using {model}: {why}")
     _fetch(model, drafter, quantisation, offline, agreed=not named)
-    with api.load(
-        model,
-        drafter=drafter,
-        drafter_config=drafter_config,
-        drafter_bits=drafter_bits,
-        width=width,
-        quantisation=quantisation,
-        offline=offline,
-        blas=not no_blas,
-        strict=strict,
-        say=say,
-    ) as loaded:
+
+    def load(name: str) -> api.Model:
+        return api.load(
+            name,
+            drafter=drafter,
+            drafter_config=drafter_config,
+            drafter_bits=drafter_bits,
+            width=width,
+            quantisation=quantisation if name == model else None,
+            offline=offline,
+            blas=not no_blas,
+            strict=strict,
+            say=say,
+        )
+
+    def another(name: str) -> api.Model:
+        _fetch(name, drafter, None, offline)
+        return load(name)
+
+    try:
+        loaded = load(model)
+    except KeyboardInterrupt:
+        say("interrupted")
+        raise typer.Exit(130) from None
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+    }
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    talk = Conversation(
+        loaded, another, replace(loaded.sampling, **chosen), opening, max_tokens, stop or None, thinking
+    )
+    try:
         say(loaded.about)
-        given = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "seed": seed,
-        }
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        sampling = replace(loaded.sampling, **chosen)
-        opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         _check(loaded, opening, stop, thinking)
-        ask = partial(loaded.chat, sampling=sampling, max_tokens=max_tokens, stop=stop, thinking=thinking)
         if message is None:
-            converse(ask, opening)
-        elif answer(ask, [*opening, {"role": "user", "content": message}])[1] == "cancelled":
+            converse(talk, private=private)
+        elif answer(talk.ask, [*opening, {"role": "user", "content": message}])[1] == "cancelled":
             raise typer.Exit(130)
+    finally:
+        talk.model.close()
 
 
 def _fetch(model: str, drafter: str, quantisation: str | None, offline: bool, agreed: bool = False) -> None:

@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from lisa import bandwidth, catalog, doctor, download, fit, hub, store
-from lisa.chat import is_terminal, say
 from lisa.errors import LisaError, NotCached, UsageError
 from lisa.memory import cpu, gigabytes, machine
+from lisa.screen import is_terminal, say
 
 Model = Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.", autocompletion=lambda: _names())]
 Quantisation = Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")]

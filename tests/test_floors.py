@@ -35,7 +35,7 @@ FLOORS = {
     "bandwidth": "",
     "store": "catalog download errors fit hub memory",
     "doctor": "bandwidth blas download fit hub memory store",
-    "manage": "bandwidth catalog chat doctor download errors fit hub memory store",
+    "manage": "bandwidth catalog doctor download errors fit hub memory screen store",
     "worker": "engine errors types",
     "convert": "catalog errors types",
     "pairing": "catalog drafters errors hub target types",
@@ -43,16 +43,19 @@ FLOORS = {
     "api": "blas errors loader text tokenizer types worker engine",
     "prompts": "errors tokenizer types",
     "measure": "blas engine errors loader memory prompts types",
-    "chat": "api catalog errors hub memory types",
+    "screen": "types",
+    "editor": "screen",
+    "slash": "api catalog errors screen types",
+    "chat": "api editor errors screen slash types",
     "train": "api blas drafters errors loader measure prompts sampling target tokenizer types",
-    "cli": "api blas measure train catalog chat errors fit hub manage memory types",
+    "cli": "api blas measure train catalog chat errors fit hub manage memory screen slash types",
     "__init__": "api errors types",
     "__main__": "cli",
 }
 
 WITHOUT_MLX = [
     *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli"),
-    *("bandwidth", "doctor", "download", "fit", "manage", "store"),
+    *("screen", "editor", "slash", "bandwidth", "doctor", "download", "fit", "manage", "store"),
     "__init__",
 ]
 
