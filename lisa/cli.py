@@ -7,15 +7,17 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
 
 import lisa
-from lisa import api, catalog, fit, hub, manage
+from lisa import api, bandwidth, catalog, drawing, fit, hub, manage
 from lisa.chat import answer, converse
 from lisa.errors import DamagedModel, LisaError, NotCached, UsageError
 from lisa.memory import Machine, gigabytes, machine
@@ -64,7 +66,10 @@ def _root(
 @app.command()
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Answer this and exit. Text piped in is put after it.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Catalogue name, folder or Hub id.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Catalogue name, folder or Hub id.", autocompletion=manage.names),
+    ] = None,
     drafter: Annotated[
         str, typer.Option(help="auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; +ngram goes behind.")
     ] = "auto",
@@ -248,7 +253,7 @@ def _declines(question: str) -> bool:
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.")],
+    model: manage.Model,
     drafters: Annotated[str, typer.Option(help="What to compare with plain decoding, separated by commas.")] = "auto",
     prompts: Annotated[Path | None, typer.Option(dir_okay=False, help="JSON lines; the model's own or Lisa's.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for each prompt.")] = 32,
@@ -261,8 +266,13 @@ def bench(
     offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the whole report on the last line, as JSON.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Append the report to the machine's results.")] = False,
+    contexts: Annotated[str, typer.Option(help="Context lengths to measure too, separated by commas.")] = "",
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw speed and acceptance into this file.")] = None,
 ) -> None:
     """Measure drafters against plain decoding: parity first, then speed, acceptance and memory."""
+    if plot is not None:
+        drawing.check(plot)  # before an hour of measuring
+    lengths = _numbers(contexts, "--contexts are numbers of tokens")
     from lisa.blas import use
 
     use()  # before MLX comes in
@@ -273,13 +283,51 @@ def bench(
 
     settings = measure.Settings(tokens, pairs, temperature, seed, rule, width)  # type: ignore[arg-type]
     names = [name.strip() for name in drafters.split(",") if name.strip()]
-    report = measure.run(model, names, prompts, settings, quantisation=quantisation, offline=offline, say=say)
+    with _live() as watch:
+        report = measure.run(
+            model,
+            names,
+            prompts,
+            settings,
+            quantisation=quantisation,
+            offline=offline,
+            say=say,
+            frontiers=lengths,
+            watch=watch,
+        )
     for line in measure.table(report):
         print(line)
+    bandwidth.remember(report["machine"]["cpu"], report["bandwidth"]["bytes_s"], hub.cache_folder())
+    if plot is not None:
+        drawing.draw(report, plot)
+        say(f"drawn into {plot}")
     if save:
         say(f"saved to {measure.save(report)}")
     if as_json:
         print(json.dumps(report))
+
+
+@contextmanager
+def _live() -> Iterator[Callable[[Mapping[str, Sequence[Any]]], None] | None]:
+    """A table of the medians so far, on a terminal's stderr; it is gone when the report comes."""
+    if not is_terminal(sys.stderr):
+        yield None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
+
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+
+        def watch(measured: Mapping[str, Sequence[Any]]) -> None:
+            table = Table("drafter", "measured", "tok/s", "to plain", box=None)
+            speeds = {name: median(run.speed() for run in runs) for name, runs in measured.items() if runs}
+            for name, speed in speeds.items():
+                ratio = f"{speed / speeds['none']:.2f}" if "none" in speeds else ""
+                table.add_row(name, str(len(measured[name])), f"{speed:.2f}", ratio)
+            live.update(table, refresh=True)
+
+        yield watch
 
 
 @app.command()
@@ -334,7 +382,7 @@ def train(
         budget=budget,
         layers=layers,
         block=block,
-        taps=_layers(taps),
+        taps=None if taps is None else _numbers(taps, "--taps are layer numbers"),
         rank=rank,
         objective=objective,  # type: ignore[arg-type]
         head=head,  # type: ignore[arg-type]
@@ -354,11 +402,11 @@ def train(
         raise typer.Exit(130)
 
 
-def _layers(taps: str | None) -> tuple[int, ...] | None:
+def _numbers(text: str, what: str) -> tuple[int, ...]:
     try:
-        return None if taps is None else tuple(int(tap) for tap in taps.split(","))
+        return tuple(int(number) for number in text.split(",")) if text.strip() else ()
     except ValueError:
-        raise UsageError(f"--taps are layer numbers separated by commas, not {taps!r}") from None
+        raise UsageError(f"{what} separated by commas, not {text!r}") from None
 
 
 @app.command()

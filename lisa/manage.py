@@ -17,14 +17,15 @@ from lisa.errors import LisaError, NotCached, UsageError
 from lisa.memory import cpu, gigabytes, machine
 from lisa.screen import is_terminal, say
 
-Model = Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.", autocompletion=lambda: _names())]
+
+def names() -> list[str]:
+    return [entry.name for entry in catalog.entries()]
+
+
+Model = Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.", autocompletion=names)]
 Quantisation = Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Open no connection.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-
-
-def _names() -> list[str]:
-    return [entry.name for entry in catalog.entries()]
 
 
 def pull(
@@ -183,7 +184,7 @@ def _folder(model: str, entry: catalog.Entry | None, weights: catalog.Weights | 
     """Where the model is on this machine. Raises DamagedModel, UnknownModel."""
     try:
         if entry is None or weights is None:
-            return hub.resolve(model, offline=True, known=_names()).path
+            return hub.resolve(model, offline=True, known=names()).path
         if weights.wheel is not None:
             made = hub.cache_folder().glob(hub.converted_name(entry.name, "*", weights.wheel.sha256))
             return next(made, None)

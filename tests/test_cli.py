@@ -185,10 +185,17 @@ def without_mlx(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[...,
     return lambda code, *args: python(before + code, *args, path=tmp_path)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["chat", "--help"], ["models"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["chat", "--help"], ["models"], ["list"], ["show", "qwen3-8b"]], ids=" ".join
+)
 def test_F8_what_needs_no_model_works_without_mlx(without_mlx: Any, args: list[str]) -> None:
     done = without_mlx(COMMAND, *args)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout
+
+
+def test_F8_the_doctor_says_that_mlx_is_missing(without_mlx: Any) -> None:
+    done = without_mlx(COMMAND, "doctor", "--json")
+    assert "Traceback" not in done.stderr and '"name": "MLX"' in done.stdout
 
 
 def test_F8_import_works_without_mlx(without_mlx: Any) -> None:
@@ -328,6 +335,26 @@ def test_a_bug_stays_a_traceback(run: Run) -> None:
     done = python(FAKE, "chat", "bug")
     assert done.returncode == 1 and done.stderr.rstrip().endswith("ZeroDivisionError")
     assert "locals" not in done.stderr and "\u2502" not in done.stderr
+
+
+def test_a_table_grows_while_a_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Measured:
+        def __init__(self, speed: float):
+            self._speed = speed
+
+        def speed(self) -> float:
+            return self._speed
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with cli._live() as watch:
+        assert watch
+        watch({"none": [Measured(10.0)], "dspine": []})
+        watch({"none": [Measured(10.0), Measured(12.0)], "dspine": [Measured(22.0)]})
+        shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"none +2 +11\.00 +1\.00", shown) and re.search(r"dspine +1 +22\.00 +2\.00", shown)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with cli._live() as watch:
+        assert watch is None
 
 
 # One answer

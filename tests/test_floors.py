@@ -33,6 +33,7 @@ FLOORS = {
     "drafters": "drafters errors metal sampling state types",
     "engine": "errors pace prefix sampling state target types verify",
     "bandwidth": "",
+    "drawing": "errors",
     "store": "catalog download errors fit hub memory",
     "doctor": "bandwidth blas download fit hub memory store",
     "manage": "bandwidth catalog doctor download errors fit hub memory screen store",
@@ -48,14 +49,14 @@ FLOORS = {
     "slash": "api catalog errors screen types",
     "chat": "api editor errors screen slash types",
     "train": "api blas drafters errors loader measure prompts sampling target tokenizer types",
-    "cli": "api blas measure train catalog chat errors fit hub manage memory screen slash types",
+    "cli": "api bandwidth blas measure train catalog chat drawing errors fit hub manage memory screen slash types",
     "__init__": "api errors types",
     "__main__": "cli",
 }
 
 WITHOUT_MLX = [
     *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli"),
-    *("screen", "editor", "slash", "bandwidth", "doctor", "download", "fit", "manage", "store"),
+    *("screen", "editor", "slash", "bandwidth", "doctor", "download", "drawing", "fit", "manage", "store"),
     "__init__",
 ]
 
