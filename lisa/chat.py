@@ -12,7 +12,7 @@ from types import FrameType
 from lisa.api import Reply
 from lisa.editor import editor
 from lisa.errors import LisaError
-from lisa.screen import Screen, is_terminal, say
+from lisa.screen import Screen, is_terminal, say, wrapped
 from lisa.slash import Conversation, Leave, command, words
 from lisa.types import Done, Message, Messages, Progress, Reason, Stats, Tokens
 
@@ -42,7 +42,7 @@ def answer(
             else:
                 done = event
     for line in (_summary(done, context), *done.stats.notes):
-        say(line)
+        say(wrapped(line))
     return message, done.reason, done.stats
 
 

@@ -163,7 +163,7 @@ def chat(
 def _fetch(model: str, drafter: str, quantisation: str | None, offline: bool, agreed: bool = False) -> None:
     """Download what of a model on the Hub is not here, with a bar and, where it is large, with a question first."""
     on_the_hub = catalog.find(model) is not None or ("/" in model and not Path(model).expanduser().exists())
-    if offline or not on_the_hub or model.startswith((".", "/", "~")):
+    if offline or hub.offline_environment() or not on_the_hub or model.startswith((".", "/", "~")):
         return  # loading says what is missing
     if not manage.fetch(model, drafter, quantisation, offline, manage.agrees_or_refuses(agreed)):
         raise typer.Exit(1)

@@ -61,18 +61,22 @@ def confirmed(question: str) -> bool:
 
 
 def fetch(model: str, drafter: str, quantisation: str | None, offline: bool, agrees: Callable[[str], bool]) -> bool:
-    """`store.pull` with a bar in a terminal."""
-    with _bar() as bar:
-        return store.pull(
-            model,
-            drafter=drafter,
-            quantisation=quantisation,
-            offline=offline,
-            machine=machine(),
-            agrees=agrees,
-            say=say,
-            bar=bar,
-        )
+    """`store.pull` with a bar in a terminal. Ctrl-C leaves with 130."""
+    try:
+        with _bar() as bar:
+            return store.pull(
+                model,
+                drafter=drafter,
+                quantisation=quantisation,
+                offline=offline,
+                machine=machine(),
+                agrees=agrees,
+                say=say,
+                bar=bar,
+            )
+    except KeyboardInterrupt:
+        say(f"interrupted; lisa pull {model} goes on from here")
+        raise typer.Exit(130) from None
 
 
 @contextmanager

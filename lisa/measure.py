@@ -1,7 +1,8 @@
 """What `lisa bench` runs: drafters compared on one target, in one process, after a parity check.
 
 Arms take turns, so that whatever slows the machine slows all of them; speeds are medians over the pairs, ratios are
-taken within pairs and come with a bootstrap interval. Plain decoding runs in its fastest mode. A drafter whose text is wrong gets no speed.
+taken within pairs and come with a bootstrap interval. Plain decoding runs in its fastest mode. A drafter whose text is
+wrong gets no speed.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Literal, TextIO
 
@@ -28,6 +29,11 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a model writes mu
 def say(line: str, end: str = "\n") -> None:
     """To stderr; nowhere where there is none (print would then take stdout)."""
     typer.echo(line + end, err=True, nl=False)
+
+
+def wrapped(line: str) -> str:
+    """Broken between words where stderr is a terminal."""
+    return textwrap.fill(line, max(8, shutil.get_terminal_size().columns)) if is_terminal(sys.stderr) else line
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -357,6 +357,22 @@ def test_a_table_grows_while_a_bench_runs(monkeypatch: pytest.MonkeyPatch) -> No
         assert watch is None
 
 
+@pytest.mark.parametrize(
+    ("model", "fetched"), [("owner/name", True), ("qwen3-8b", True), ("some", False), ("./owner/name", False)]
+)
+def test_what_is_not_here_is_fetched_with_its_drafter_before_it_is_loaded(
+    run: Run, model: str, fetched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    run.fake("chat", "-m", model, "--drafter", "dspine", "hi")
+    assert run.fetched == ([(model, "dspine", None, False)] if fetched else [])
+    run.fake("chat", "-m", model, "--offline", "hi")
+    assert run.fetched == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run.fake("chat", "-m", model, "hi")
+    assert run.fetched == []
+
+
 # One answer
 
 
