@@ -180,7 +180,8 @@ class Model:
         limits = [limit for limit in (context, loaded.engine.target.context) if limit is not None]
         self.context = min(limits, default=None)
         self.memory = loaded.weights  # bytes of weights and of idle contexts, as of the last reply
-        self.about = f"{loaded.about}, BLAS {blas}" if " on CPU" in loaded.about else loaded.about
+        self._blas = blas
+        self.about = self._about(loaded)
 
     def chat(
         self,
@@ -324,7 +325,8 @@ class Model:
         constraint: Constraint | None = None,
     ) -> Reply:
         sampling = self.sampling if sampling is None else sampling
-        _check(prompt, sampling, max_tokens, logprobs, self.tokenizer.vocab)
+        check_options(sampling, max_tokens, logprobs)
+        _check_tokens([*prompt, *(token for token, _ in sampling.logit_bias)], self.tokenizer.vocab)
         room = self._room(prompt)
         longest = room if max_tokens is None else max_tokens if room is None else min(room, max_tokens)
         # An answer without a limit of its own is expected to need this much; it may grow past it while there is memory.
@@ -396,6 +398,25 @@ class Model:
         target = self._loaded.engine.target
         return self._worker.call(lambda: layers.uncovered(target.model, target.kernels))
 
+    def redraft(self, drafter: str, *, say: Say | None = None) -> None:
+        """Take another drafter, named as in `load`; the weights stay, the contexts are forgotten. Raises LisaError."""
+
+        def redrafted() -> Loaded:
+            from lisa.loader import keep_pace, redraft
+
+            assert self._loaded is not None
+            loaded = redraft(self._loaded, drafter, say=say)
+            keep_pace(self._loaded)
+            self._idle.clear()
+            self._loaded, self.drafter = loaded, loaded.drafter
+            self._budget.weights = loaded.weights
+            return loaded
+
+        self.about = self._about(self._worker.call(redrafted))
+
+    def _about(self, loaded: Loaded) -> str:
+        return f"{loaded.about}, BLAS {self._blas}" if " on CPU" in loaded.about else loaded.about
+
     def close(self) -> None:
         """Cancel every reply, end the thread and let go of the weights. Harmless to repeat."""
         self._worker.close()
@@ -424,7 +445,7 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
     return Tool(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
 
 
-def _check(prompt: Sequence[int], sampling: Sampling, max_tokens: int | None, logprobs: int | None, vocab: int) -> None:
+def check_options(sampling: Sampling, max_tokens: int | None = None, logprobs: int | None = None) -> None:
     """UsageError for an option outside its range, naming it."""
     s = sampling
     wrong = [
@@ -443,6 +464,9 @@ def _check(prompt: Sequence[int], sampling: Sampling, max_tokens: int | None, lo
     for name, value, wanted, fine in wrong:
         if not fine:
             raise UsageError(f"{name} must be {wanted}, not {value!r}")
-    for token in (*prompt, *(token for token, _ in s.logit_bias)):
+
+
+def _check_tokens(tokens: Sequence[int], vocab: int) -> None:
+    for token in tokens:
         if not 0 <= token < vocab:
             raise UsageError(f"token id {token} is outside the vocabulary of {vocab}")

@@ -7,19 +7,23 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
 
 import lisa
-from lisa import api, catalog, fit, hub, manage
-from lisa.chat import answer, converse, is_terminal, say
+from lisa import api, bandwidth, catalog, drawing, fit, hub, manage
+from lisa.chat import answer, converse
 from lisa.errors import DamagedModel, LisaError, NotCached, UsageError
 from lisa.memory import Machine, gigabytes, machine
+from lisa.screen import is_terminal, say
+from lisa.slash import Conversation
 from lisa.types import MAX_WIDTH, Message
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -63,7 +67,10 @@ def _root(
 @app.command()
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Answer this and exit. Text piped in is put after it.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Catalogue name, folder or Hub id.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Catalogue name, folder or Hub id.", autocompletion=manage.names),
+    ] = None,
     drafter: Annotated[
         str, typer.Option(help="auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; +ngram goes behind.")
     ] = "auto",
@@ -85,6 +92,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End a reply before this text; may be repeated.")] = None,
     thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="Where a model has both.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Neither read nor write the history of messages.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Bit-equal rows on a CPU, slower.")] = False,
     no_blas: Annotated[bool, typer.Option("--no-blas", help="Leave Intel MKL out, on Linux.")] = False,
@@ -105,46 +113,62 @@ def chat(
         model, why = default_model(machine(), quantisation, _here, _declines if offline else _agrees)
         say(f"using {model}: {why}")
     _fetch(model, drafter, quantisation, offline, agreed=not named)
-    with api.load(
-        model,
-        drafter=drafter,
-        drafter_config=drafter_config,
-        drafter_bits=drafter_bits,
-        width=width,
-        quantisation=quantisation,
-        offline=offline,
-        blas=not no_blas,
-        strict=strict,
-        exact=not no_exact,
-        kernels=not no_kernels,
-        say=say,
-    ) as loaded:
+
+    def load(name: str) -> api.Model:
+        return api.load(
+            name,
+            drafter=drafter,
+            drafter_config=drafter_config,
+            drafter_bits=drafter_bits,
+            width=width,
+            quantisation=quantisation if name == model else None,
+            offline=offline,
+            blas=not no_blas,
+            strict=strict,
+            exact=not no_exact,
+            kernels=not no_kernels,
+            say=say,
+        )
+
+    def another(name: str) -> api.Model:
+        _fetch(name, drafter, None, offline)
+        return load(name)
+
+    try:
+        loaded = load(model)
+    except KeyboardInterrupt:
+        say("interrupted")
+        raise typer.Exit(130) from None
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+    }
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    talk = Conversation(
+        loaded, another, replace(loaded.sampling, **chosen), opening, max_tokens, stop or None, thinking
+    )
+    try:
         say(loaded.about)
-        given = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-            "seed": seed,
-        }
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        sampling = replace(loaded.sampling, **chosen)
-        opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         _check(loaded, opening, stop, thinking)
-        ask = partial(loaded.chat, sampling=sampling, max_tokens=max_tokens, stop=stop, thinking=thinking)
         if message is None:
-            converse(ask, opening)
-        elif answer(ask, [*opening, {"role": "user", "content": message}])[1] == "cancelled":
+            converse(talk, private=private)
+        elif answer(talk.ask, [*opening, {"role": "user", "content": message}])[1] == "cancelled":
             raise typer.Exit(130)
+    finally:
+        talk.model.close()
 
 
 def _fetch(model: str, drafter: str, quantisation: str | None, offline: bool, agreed: bool = False) -> None:
     """Download what of a model on the Hub is not here, with a bar and, where it is large, with a question first."""
     on_the_hub = catalog.find(model) is not None or ("/" in model and not Path(model).expanduser().exists())
-    if offline or not on_the_hub or model.startswith((".", "/", "~")):
+    if offline or hub.offline_environment() or not on_the_hub or model.startswith((".", "/", "~")):
         return  # loading says what is missing
     if not manage.fetch(model, drafter, quantisation, offline, manage.agrees_or_refuses(agreed)):
         raise typer.Exit(1)
@@ -304,7 +328,7 @@ def serve(
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.")],
+    model: manage.Model,
     drafters: Annotated[str, typer.Option(help="What to compare with plain decoding, separated by commas.")] = "auto",
     prompts: Annotated[Path | None, typer.Option(dir_okay=False, help="JSON lines; the model's own or Lisa's.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for each prompt.")] = 32,
@@ -317,8 +341,13 @@ def bench(
     offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the whole report on the last line, as JSON.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Append the report to the machine's results.")] = False,
+    contexts: Annotated[str, typer.Option(help="Context lengths to measure too, separated by commas.")] = "",
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw speed and acceptance into this file.")] = None,
 ) -> None:
     """Measure drafters against plain decoding: parity first, then speed, acceptance and memory."""
+    if plot is not None:
+        drawing.check(plot)  # before an hour of measuring
+    lengths = _numbers(contexts, "--contexts are numbers of tokens")
     from lisa.blas import use
 
     use()  # before MLX comes in
@@ -329,13 +358,51 @@ def bench(
 
     settings = measure.Settings(tokens, pairs, temperature, seed, rule, width)  # type: ignore[arg-type]
     names = [name.strip() for name in drafters.split(",") if name.strip()]
-    report = measure.run(model, names, prompts, settings, quantisation=quantisation, offline=offline, say=say)
+    with _live() as watch:
+        report = measure.run(
+            model,
+            names,
+            prompts,
+            settings,
+            quantisation=quantisation,
+            offline=offline,
+            say=say,
+            frontiers=lengths,
+            watch=watch,
+        )
     for line in measure.table(report):
         print(line)
+    bandwidth.remember(report["machine"]["cpu"], report["bandwidth"]["bytes_s"], hub.cache_folder())
+    if plot is not None:
+        drawing.draw(report, plot)
+        say(f"drawn into {plot}")
     if save:
         say(f"saved to {measure.save(report)}")
     if as_json:
         print(json.dumps(report))
+
+
+@contextmanager
+def _live() -> Iterator[Callable[[Mapping[str, Sequence[Any]]], None] | None]:
+    """A table of the medians so far, on a terminal's stderr; it is gone when the report comes."""
+    if not is_terminal(sys.stderr):
+        yield None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
+
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+
+        def watch(measured: Mapping[str, Sequence[Any]]) -> None:
+            table = Table("drafter", "measured", "tok/s", "to plain", box=None)
+            speeds = {name: median(run.speed() for run in runs) for name, runs in measured.items() if runs}
+            for name, speed in speeds.items():
+                ratio = f"{speed / speeds['none']:.2f}" if "none" in speeds else ""
+                table.add_row(name, str(len(measured[name])), f"{speed:.2f}", ratio)
+            live.update(table, refresh=True)
+
+        yield watch
 
 
 @app.command()
@@ -390,7 +457,7 @@ def train(
         budget=budget,
         layers=layers,
         block=block,
-        taps=_layers(taps),
+        taps=None if taps is None else _numbers(taps, "--taps are layer numbers"),
         rank=rank,
         objective=objective,  # type: ignore[arg-type]
         head=head,  # type: ignore[arg-type]
@@ -410,11 +477,11 @@ def train(
         raise typer.Exit(130)
 
 
-def _layers(taps: str | None) -> tuple[int, ...] | None:
+def _numbers(text: str, what: str) -> tuple[int, ...]:
     try:
-        return None if taps is None else tuple(int(tap) for tap in taps.split(","))
+        return tuple(int(number) for number in text.split(",")) if text.strip() else ()
     except ValueError:
-        raise UsageError(f"--taps are layer numbers separated by commas, not {taps!r}") from None
+        raise UsageError(f"{what} separated by commas, not {text!r}") from None
 
 
 @app.command()

@@ -163,9 +163,11 @@ def _models(cache: Path | None) -> Iterator[Finding]:
 
 
 def _token() -> Finding:
-    from huggingface_hub import get_token
+    from huggingface_hub import constants
 
-    says = "logged in to the Hub" if get_token() else "not logged in to the Hub; only gated models need it"
+    # Not get_token(), which may open a connection to renew one.
+    known = bool(os.environ.get("HF_TOKEN")) or Path(constants.HF_TOKEN_PATH).is_file()
+    says = "logged in to the Hub" if known else "not logged in to the Hub; only gated models need it"
     return Finding("account", "ok", says)
 
 

@@ -186,7 +186,7 @@ def _receive(plan: Plan, file: File, part: Path, bar: Bar | None) -> None:
         if response.status_code >= 400:
             response.read()
         hf_raise_for_status(response)
-        start = _start(response) if response.status_code == 206 else 0
+        start = _start(response)
         with part.open("r+b" if have else "wb") as sink:
             sink.truncate(min(start, have))
             sink.seek(0, 2)
@@ -203,6 +203,7 @@ def _receive(plan: Plan, file: File, part: Path, bar: Bar | None) -> None:
 
 
 def _start(response: Any) -> int:
+    """Where the answer begins in the file; at 0 where the range was ignored."""
     match = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
     return int(match[1]) if match else 0
 

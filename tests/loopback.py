@@ -44,7 +44,8 @@ class FakeHub(ThreadingHTTPServer):
     """Plays one repository. Weights are large files, known by their sha256; the others by their git id.
 
     `answer` (status, headers) makes every request fail that way. `cut` ends each answer for a weight file after that
-    many bytes, `ranges` False ignores the Range header, and `lie` sends these bytes instead of a file's own.
+    many bytes, or, with `hold`, only waits there; `ranges` False ignores the Range header, and `lie` sends these bytes
+    instead of a file's own.
     """
 
     daemon_threads = True
@@ -58,6 +59,7 @@ class FakeHub(ThreadingHTTPServer):
         self.answer: tuple[int, dict[str, str]] | None = None
         self.cut: int | None = None
         self.ranges = True
+        self.hold: threading.Event | None = None
         self.lie: dict[str, bytes] = {}
         self.connections = 0
         self.asked: list[str] = []
@@ -127,6 +129,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[:cut])
             if cut is not None and cut < len(body):
                 self.wfile.flush()
+                if self.server.hold is not None:
+                    self.server.hold.wait(60)
                 self.close_connection = True
 
     def log_message(self, *_: object) -> None:

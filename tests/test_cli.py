@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lisa import api, catalog, cli, hub, manage
 from lisa.chat import answer
 from lisa.errors import Cancelled, ContextFull, DamagedModel, NotCached, UsageError
 from lisa.memory import Machine
+from lisa.slash import KINDS
 from lisa.types import Done, Event, Messages, Progress, Sampling, Stats, Tokens
 from lisa.worker import Worker
 
@@ -42,7 +42,7 @@ class FakeTokenizer:
 class FakeModel:
     """Runs `script` on a real worker, so that cancelling is the real thing. `asked` keeps what chat was given."""
 
-    name, about = "fake", "fake, loaded"
+    name, about, context = "fake", "fake, loaded", None
     sampling = Sampling(temperature=0.6, top_p=0.95, top_k=20)
     tokenizer = FakeTokenizer()
 
@@ -60,11 +60,19 @@ class FakeModel:
         self.asked.append((messages, options))
         return api.Reply(self.worker.stream(lambda: self.script(messages)))  # type: ignore[arg-type, return-value]
 
+    def redraft(self, drafter: str, say: Any = None) -> None:
+        if drafter not in KINDS:
+            raise UsageError(f"unknown drafter {drafter!r}")
+        self.about = f"fake, drafter {drafter}"
+
+    def close(self) -> None:
+        self.worker.close()
+
     def __enter__(self) -> FakeModel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.worker.close()
+        self.close()
 
 
 def echo(messages: Messages) -> Iterator[Event]:
@@ -177,10 +185,17 @@ def without_mlx(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[...,
     return lambda code, *args: python(before + code, *args, path=tmp_path)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["chat", "--help"], ["models"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["chat", "--help"], ["models"], ["list"], ["show", "qwen3-8b"]], ids=" ".join
+)
 def test_F8_what_needs_no_model_works_without_mlx(without_mlx: Any, args: list[str]) -> None:
     done = without_mlx(COMMAND, *args)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout
+
+
+def test_F8_the_doctor_says_that_mlx_is_missing(without_mlx: Any) -> None:
+    done = without_mlx(COMMAND, "doctor", "--json")
+    assert "Traceback" not in done.stderr and '"name": "MLX"' in done.stdout
 
 
 def test_F8_import_works_without_mlx(without_mlx: Any) -> None:
@@ -204,7 +219,7 @@ def test_F8_what_needs_a_model_says_in_one_line_that_mlx_is_missing(without_mlx:
 
 
 def test_the_command_starts_without_heavy_libraries() -> None:
-    heavy = "'mlx', 'mlx_lm', 'numpy', 'rich', 'transformers', 'tokenizers', 'huggingface_hub'"
+    heavy = "'mlx', 'mlx_lm', 'numpy', 'rich', 'prompt_toolkit', 'transformers', 'tokenizers', 'huggingface_hub'"
     done = python(f"import sys, lisa.cli; print([m for m in ({heavy}) if m in sys.modules])")
     assert done.stdout == "[]\n"
 
@@ -322,6 +337,42 @@ def test_a_bug_stays_a_traceback(run: Run) -> None:
     assert "locals" not in done.stderr and "\u2502" not in done.stderr
 
 
+def test_a_table_grows_while_a_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Measured:
+        def __init__(self, speed: float):
+            self._speed = speed
+
+        def speed(self) -> float:
+            return self._speed
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with cli._live() as watch:
+        assert watch
+        watch({"none": [Measured(10.0)], "dspine": []})
+        watch({"none": [Measured(10.0), Measured(12.0)], "dspine": [Measured(22.0)]})
+        shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"none +2 +11\.00 +1\.00", shown) and re.search(r"dspine +1 +22\.00 +2\.00", shown)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with cli._live() as watch:
+        assert watch is None
+
+
+@pytest.mark.parametrize(
+    ("model", "fetched"), [("owner/name", True), ("qwen3-8b", True), ("some", False), ("./owner/name", False)]
+)
+def test_what_is_not_here_is_fetched_with_its_drafter_before_it_is_loaded(
+    run: Run, model: str, fetched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    run.fake("chat", "-m", model, "--drafter", "dspine", "hi")
+    assert run.fetched == ([(model, "dspine", None, False)] if fetched else [])
+    run.fake("chat", "-m", model, "--offline", "hi")
+    assert run.fetched == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run.fake("chat", "-m", model, "hi")
+    assert run.fetched == []
+
+
 # One answer
 
 
@@ -432,7 +483,7 @@ def test_a_short_prompt_shows_no_progress(run: Run) -> None:
 def test_thinking_stays_in_the_message_beside_the_answer() -> None:
     model = FakeModel(echo)
     with model:
-        message, reason = answer(model.chat, [{"role": "user", "content": "think"}])
+        message, reason, _ = answer(model.chat, [{"role": "user", "content": "think"}])
     assert message == {"role": "assistant", "content": "[user: think]", "reasoning_content": "hmm, so"}
     assert reason == "stop"
 
@@ -597,134 +648,6 @@ def test_the_prompt_never_reaches_a_redirected_stdout(run: Run) -> None:
     assert run.fake("chat", "-m", "some", stdin=Terminal("one\ntwo\n")) == 0
     assert run.out == "[user: one]\n[user: one][assistant: [user: one]][user: two]\n"
     assert run.err.count("> ") == 3
-
-
-class Typist:
-    """Someone at a terminal in front of the real command over the fake model."""
-
-    def __init__(self, **env: str):
-        # A gate that runs in the background hands down an ignored SIGINT, which a terminal's shell would not.
-        spawn = (
-            "import os, pty, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-            "sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
-        )
-        command = [sys.executable, "-c", spawn, sys.executable, "-c", FAKE, "chat", "-m", "some"]
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        base = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"PYTHONPATH": path, "TERM": "xterm"}
-        self.process = subprocess.Popen(command, env=base | env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(text.encode())
-        self.process.stdin.flush()
-
-    def wait(self, text: str, seconds: float = 60) -> str:
-        """What was shown up to and with `text`, since the last wait."""
-        assert self.process.stdout
-        end = time.monotonic() + seconds
-        while text not in self.seen:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))
-            piece = os.read(self.process.stdout.fileno(), 4096) if ready else b""
-            assert piece, f"{text!r} never came after {self.seen!r}"
-            self.seen += piece.decode()
-        before, self.seen = self.seen.split(text, 1)
-        return before + text
-
-    def interrupt(self, until: Callable[[], object]) -> None:
-        """Ctrl-C, again when nothing comes of it: between echoing a key and awaiting the next, input() misses one."""
-        for _ in range(5):
-            time.sleep(0.3)
-            self.type("\x03")
-            with suppress(AssertionError, subprocess.TimeoutExpired):
-                until()
-                return
-        raise AssertionError("Ctrl-C had no effect")
-
-    def leave(self) -> int:
-        self.process.communicate(timeout=60)
-        return self.process.returncode
-
-
-@pytest.fixture
-def typist(request: pytest.FixtureRequest) -> Iterator[Typist]:
-    someone = Typist(**getattr(request, "param", {}))
-    someone.wait("/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves")
-    someone.wait("> ")
-    yield someone
-    someone.process.kill()
-    someone.process.communicate()
-
-
-def test_a_conversation_in_a_terminal(typist: Typist) -> None:
-    typist.type("one\n")
-    typist.wait("[user: one]")
-    typist.wait("9 tokens, 4.0 tok/s, 1.50 accepted per round, 12 drafted, TTFT 0.25 s")
-    typist.wait("> ")
-    typist.type("\n  two\n")
-    typist.wait("[user: one][assistant: [user: one]][user: two]")
-    typist.wait("> ")
-
-    typist.type("too long\n")  # an error costs its own turn only
-    typist.wait("lisa: the prompt has 9 tokens and the context holds 8; shorten the conversation")
-    typist.wait("> ")
-    typist.type("/nonsense x\n")
-    typist.wait("unknown command /nonsense;")
-    typist.wait("> ")
-    typist.type("/help\n")
-    typist.wait("/exit  leave")
-    typist.wait("> ")
-    typist.type(" /three\n")  # a space in front makes it a message
-    typist.wait("[user: two][assistant: [user: one][assistant: [user: one]][user: two]][user: /three]")
-    typist.wait("> ")
-    typist.type("/exit\n")
-    assert typist.leave() == 0
-
-
-def test_ctrl_c_cancels_the_reply_and_keeps_what_was_delivered(typist: Typist) -> None:
-    typist.type("endless\n")
-    typist.wait("more more ")
-    typist.type("\x03")
-    typist.wait("cancelled")
-    typist.wait("> ")
-    typist.type("next\n")
-    shown = typist.wait("[user: next]")
-    assert re.search(r"\[user: endless\]\[assistant: more more (more )*\]\[user: next\]", shown)
-
-
-def test_ctrl_c_before_the_first_word_drops_the_turn(typist: Typist) -> None:
-    typist.type("stuck\n")
-    typist.wait("reading the prompt")
-    typist.type("\x03")
-    typist.wait("cancelled")
-    typist.wait("> ")
-    typist.type("next\n")
-    typist.wait("TTFT")
-    typist.wait("> ")
-    typist.type("last\n")
-    assert "stuck" not in typist.wait("[user: last]").split("last\r\n")[1]
-
-
-def test_ctrl_c_drops_a_half_written_line_and_leaves_at_an_empty_one(typist: Typist) -> None:
-    pytest.importorskip("readline")
-    typist.type("half")
-    typist.wait("half")
-    typist.interrupt(lambda: typist.wait("> ", 10))
-    typist.interrupt(lambda: typist.process.wait(10))
-    assert typist.leave() == 0
-
-
-def test_ctrl_d_leaves(typist: Typist) -> None:
-    typist.type("\x04")
-    assert typist.leave() == 0
-
-
-@pytest.mark.parametrize("typist", [{"NO_COLOR": "1"}, {}], indirect=True, ids=["no color", "color"])
-def test_thinking_is_dimmed_in_a_terminal(typist: Typist, request: pytest.FixtureRequest) -> None:
-    plain = "no color" in request.node.name
-    typist.type("think\n")
-    shown = typist.wait("TTFT")
-    assert ("hmm, so\r\n[user: think]" if plain else "\x1b[2mhmm, so\x1b[0m\r\n[user: think]\r\n") in shown
 
 
 # Real models

@@ -41,9 +41,10 @@ FLOORS = {
     "drafters": "drafters errors layers metal sampling state types",
     "engine": "errors pace prefix sampling state target types verify",
     "bandwidth": "",
+    "drawing": "errors",
     "store": "catalog download errors fit hub memory",
     "doctor": "bandwidth blas download fit hub memory store verdicts",
-    "manage": "api bandwidth catalog chat doctor download errors fit hub memory store",
+    "manage": "api bandwidth catalog doctor download errors fit hub memory screen store",
     "worker": "engine errors types",
     "convert": "catalog errors types",
     "pairing": "catalog drafters errors hub target types",
@@ -53,9 +54,13 @@ FLOORS = {
     "server": "api errors text tools types",
     "prompts": "errors tokenizer types",
     "measure": "blas engine errors loader memory prompts types",
-    "chat": "api catalog errors hub memory types",
+    "screen": "types",
+    "editor": "screen",
+    "slash": "api catalog errors screen types",
+    "chat": "api editor errors screen slash types",
     "train": "api blas drafters errors loader measure prompts sampling target tokenizer types",
-    "cli": "api blas measure server train catalog chat errors fit hub manage memory types",
+    "cli": "api bandwidth blas measure server train catalog chat drawing errors fit hub manage memory screen slash "
+    "types",
     "__init__": "api errors types",
     "__main__": "cli",
 }
@@ -63,6 +68,7 @@ FLOORS = {
 WITHOUT_MLX = [
     *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli", "tools"),
     *("bandwidth", "constrain", "doctor", "remember", "verdicts", "download", "fit", "grammar", "manage", "store"),
+    *("screen", "editor", "slash", "drawing"),
     "__init__",
 ]
 

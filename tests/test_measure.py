@@ -13,8 +13,8 @@ from folders import write_model
 from tiny import VOCAB
 
 from bench import host
-from lisa import measure
-from lisa.errors import UsageError
+from lisa import drawing, measure
+from lisa.errors import LisaError, UsageError
 from lisa.loader import Loaded, load
 
 QUICK = measure.Settings(tokens=6, pairs=9)
@@ -48,7 +48,7 @@ def test_a_report_has_everything_that_was_promised(loaded: Loaded, prompts: Path
         low, high = report["interval"][name]
         assert low <= report["ratio"][name] <= high
     assert len(report["prompts_sha256"]) == 64 and report["machine"]["blas"] and report["model"] == "tiny"
-    assert len(list(measure.table(report))) == 2 + 3 + 2
+    assert len(list(measure.table(report))) == 2 + 3 + 1 + 2
 
 
 def test_both_rules_are_measured_after_a_parity_check_of_the_coupled_one(loaded: Loaded, prompts: Path) -> None:
@@ -113,6 +113,85 @@ def test_arms_take_turns_and_turns_are_reversed() -> None:
     arms = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
     measured = measure.alternate(arms, 3)  # type: ignore[arg-type]
     assert order == ["a", "b", "b", "a", "a", "b"] and measured == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
+
+
+@pytest.mark.parametrize("true", [0.9, 0.97, 1.05, 1.3, 2.7])
+@pytest.mark.parametrize("slower", [1.5, 3.0])
+def test_a_clock_that_slows_steadily_keeps_the_sign_and_size_of_a_speed_up(true: float, slower: float) -> None:
+    pairs, turns = 9, 0
+
+    def arm(speed: float) -> float:
+        nonlocal turns
+        turns += 1
+        return speed / (1 + (slower - 1) * turns / (2 * pairs))  # tokens a second of a machine that gets hotter
+
+    arms = {"none": lambda: arm(10.0), "drafter": lambda: arm(10.0 * true)}
+    runs = measure.alternate(arms, pairs)
+    found = measure.ratio(runs["drafter"], runs["none"])
+    assert abs(found.value / true - 1) < 0.03 and (found.value > 1) == (true > 1)
+    assert found.low <= true * 1.03 and found.high >= true * 0.97
+
+    turns = 0  # one arm after the other would be told the heat as a loss
+    plain, drafted = [arm(10.0) for _ in range(pairs)], [arm(10.0 * true) for _ in range(pairs)]
+    assert measure.ratio(drafted, plain).value < 0.9 * true
+
+
+def test_every_measurement_is_watched() -> None:
+    seen: list[dict[str, int]] = []
+    arms = {name: lambda: 1.0 for name in "ab"}
+    measure.alternate(arms, 2, watch=lambda measured: seen.append({n: len(m) for n, m in measured.items()}))
+    assert seen == [{"a": 1, "b": 0}, {"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 2, "b": 2}]
+
+
+def test_the_share_of_the_bandwidth_is_of_what_was_measured(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "read_speed", lambda: 1e9)
+    found = measure._bandwidth(loaded, tok_s=1000.0)
+    size = loaded.engine.target.nbytes
+    assert found == {"bytes_s": 10**9, "bytes_per_token": size, "percent": round(100 * size * 1000 / 1e9, 1)}
+
+
+def test_the_read_speed_is_one_of_memory() -> None:
+    assert 1e8 < measure.read_speed(1 << 22) < 1e14
+
+
+def test_a_context_frontier_is_measured_for_every_arm(loaded: Loaded, prompts: Path) -> None:
+    report = measure.bench(loaded, ["ngram"], prompts, QUICK, 1.0, lambda line: None, frontiers=(64, 256))
+    assert [each["context"] for each in report["frontiers"]] == [64, 256]
+    for each in report["frontiers"]:
+        assert set(each["tok_s"]) == {"none", "ngram"} and min(each["tok_s"].values()) > 0
+    assert sum("context 256" in line for line in measure.table(report)) == 2
+    with pytest.raises(UsageError, match="a context of 510 cannot be measured here: it is at least 2 and at most 506"):
+        measure.bench(loaded, [], prompts, QUICK, 1.0, lambda line: None, frontiers=(510,))
+
+
+REPORT = {
+    "model": "tiny",
+    "machine": {"cpu": "Some CPU"},
+    "arms": {
+        "none": {"tok_s": 10.0, "by_position": []},
+        "dspine": {"tok_s": 25.0, "by_position": [0.9, 0.7, 0.4]},
+    },
+    "interval": {"dspine": [2.3, 2.6]},
+}
+
+
+@pytest.mark.parametrize("name", ["out.png", "out.svg"])
+def test_a_report_is_drawn(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawing.draw(REPORT, tmp_path / name)
+    data = (tmp_path / name).read_bytes()
+    assert data.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml") and len(data) > 5000
+    assert name.endswith("png") or b"share accepted" in data or b"DejaVuSans" in data
+
+
+def test_what_cannot_be_drawn_is_told_before_the_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"\.png"):
+        drawing.check(tmp_path / "out.txt")
+    with pytest.raises(UsageError, match="no folder"):
+        drawing.check(tmp_path / "nowhere" / "out.png")
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
+    with pytest.raises(LisaError, match=r"pip install 'lisa\[plot\]'"):
+        drawing.check(tmp_path / "out.png")
 
 
 def test_an_interval_holds_the_ratio_and_narrows_with_less_noise() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import REPO, TOKEN, FakeHub, safetensors, sharded
+from loopback import REPO, TOKEN, FakeHub, safetensors, sha256, sharded
+from terminal import CTRL_C, Typist
 
 from lisa import bandwidth, catalog, cli, download, hub, manage, store
 from lisa.errors import DoesNotFit, HubError, NotCached, UnknownModel, UsageError
@@ -73,6 +75,15 @@ def test_a_second_pull_opens_no_connection(tiny: catalog.Entry, pull: Any, reque
 def test_F1_offline_opens_no_connection_and_names_the_command(pull: Any, tiny: Any, no_network: None) -> None:
     with pytest.raises(NotCached, match=f"{REPO} is not here and this run is offline; once online: lisa pull tiny"):
         pull("tiny", offline=True)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "ON"])
+def test_F1_the_hubs_variable_is_offline_too(
+    value: str, pull: Any, tiny: Any, no_network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", value)
+    with pytest.raises(NotCached, match="lisa pull tiny"):
+        pull("tiny")
 
 
 @pytest.mark.parametrize(("drafter", "there"), [("none", False), ("ngram", False), ("dspine", True), (DRAFTER, True)])
@@ -245,6 +256,27 @@ def test_the_commands_from_pull_to_rm(lisa: Any, fake: FakeHub, monkeypatch: pyt
     code, out, err = lisa("rm", REPO, "--yes")
     assert code == 0 and "removed 0.0 GB" in err
     assert lisa("list")[1] == "" and fake.connections == before
+
+
+def test_a_pull_shows_a_bar_and_ctrl_c_keeps_what_has_come(fake: FakeHub, tmp_path: Path) -> None:
+    name, data = "model-00001-of-00003.safetensors", safetensors(500_000)
+    fake.files[name] = data
+    fake.cut, fake.hold = 1_500_000, threading.Event()
+    env = {"HF_ENDPOINT": fake.endpoint, "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    me = Typist("from lisa.cli import main; main()", "pull", REPO, home=tmp_path, **env)
+    me.wait(f"downloading {REPO}")
+    me.wait_shown("MB")
+    part = download.repo_folder(REPO, tmp_path / "hf" / "hub") / "blobs" / (sha256(data) + download.PART)
+    me.wait_shown("1.5/2.0 MB")
+    me.type(CTRL_C)
+    me.wait(f"interrupted; lisa pull {REPO} goes on from here")
+    assert me.leave() == 130 and part.stat().st_size == 1_500_000
+    fake.hold.set()
+    fake.cut, fake.hold = None, None
+    fake.wanted.clear()
+    me = Typist("from lisa.cli import main; main()", "pull", REPO, home=tmp_path, **env)
+    me.wait(f"{REPO} is here")
+    assert me.leave() == 0 and (name, "bytes=1500000-") in fake.wanted and not part.exists()
 
 
 def test_F10_a_gated_pull_is_one_line_and_leaves_with_1(lisa: Any, fake: FakeHub) -> None:
