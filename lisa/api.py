@@ -121,7 +121,7 @@ class Reply:
     `prompt` is what was asked, as tokens.
     """
 
-    def __init__(self, job: Job, prompt: tuple[int, ...], reader: TextReader):
+    def __init__(self, job: Job, prompt: tuple[int, ...] = (), reader: TextReader | None = None):
         self._job = job
         self._reader = reader
         self.prompt = prompt
@@ -139,7 +139,7 @@ class Reply:
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the answer, once it has ended."""
-        return self._reader.stopped_by
+        return None if self._reader is None else self._reader.stopped_by
 
     def read(self) -> Answer:
         """Wait for the whole reply."""
