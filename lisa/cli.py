@@ -147,7 +147,7 @@ def chat(
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     talk = Conversation(
-        loaded, another, replace(loaded.sampling, **chosen), opening, max_tokens, stop or None, thinking
+        loaded, model, another, replace(loaded.sampling, **chosen), opening, max_tokens, stop or None, thinking
     )
     try:
         say(loaded.about)
@@ -223,7 +223,9 @@ def default_model(
         return small.name, f"{large.name} ({size}) is too large for {gigabytes(machine.memory)} of memory"
     if here(large, weights):
         return large.name, "it is on this machine and fits its memory"
-    if agrees(f"{large.title} is not on this machine. Download {size}?"):
+    drafter = large.drafters[0].bytes if large.drafters else None
+    both = f"{size} and {gigabytes(drafter)} for its drafter" if drafter else size
+    if agrees(f"{large.title} is not on this machine. Download {both}?"):
         return large.name, "you agreed to its download"
     return small.name, f"{large.name} is not on this machine; --model {large.name} downloads {size}"
 

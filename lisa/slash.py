@@ -47,9 +47,13 @@ class Leave(Exception):
 
 @dataclass
 class Conversation:
-    """What was said and how the next answer is made. `load` gives another model; `model` is closed before it."""
+    """What was said and how the next answer is made.
+
+    `spec` is what `model` was loaded by; `load` gives another one, and `model` is closed before.
+    """
 
     model: Talker
+    spec: str
     load: Callable[[str], Talker]
     sampling: Sampling
     messages: list[Message] = field(default_factory=list)
@@ -175,14 +179,13 @@ def _drafter(talk: Conversation, rest: str) -> None:
 
 def _model(talk: Conversation, rest: str) -> None:
     if rest:
-        before = talk.model.name
         talk.model.close()  # two large models do not fit
         try:
-            talk.model = talk.load(rest)
+            talk.model, talk.spec = talk.load(rest), rest
         except (LisaError, KeyboardInterrupt) as error:
             say(f"lisa: {error}" if isinstance(error, LisaError) else "interrupted")
-            say(f"going back to {before}")
-            talk.model = talk.load(before)
+            say(f"going back to {talk.spec}")
+            talk.model = talk.load(talk.spec)
         talk.sampling = talk.model.sampling
     say(talk.model.about)
 

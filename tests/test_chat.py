@@ -272,8 +272,19 @@ def test_history_reaches_the_next_run_unless_it_is_private(typist: Any, tmp_path
 @pytest.fixture
 def talk() -> Iterator[Conversation]:
     model = FakeModel(script)
-    yield Conversation(model, load, model.sampling)  # type: ignore[arg-type]
+    yield Conversation(model, model.name, load, model.sampling)  # type: ignore[arg-type]
     model.close()
+
+
+def test_a_model_that_cannot_be_had_leaves_the_one_before(
+    talk: Conversation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk.spec = "~/models/some"  # what it was loaded by, not what it is called
+    slash.command(talk, "/model bad")
+    assert talk.model.name == "~/models/some" and "going back to ~/models/some" in capsys.readouterr().err
+    slash.command(talk, "/model other")
+    assert talk.spec == talk.model.name == "other"
+    talk.model.close()
 
 
 def test_a_retry_that_fails_takes_nothing_away(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -599,7 +599,7 @@ def test_a_download_is_agreed_to_in_a_terminal(
     on_a_mac(monkeypatch, cached=False)
     assert run.fake("chat", *options, "hi", stdin=Terminal(typed), err=Terminal()) == 0
     assert run.model.loaded and run.model.loaded[0] == name
-    assert ("Download 16.1 GB?" in run.err) == (not options) and run.out == "[user: hi]\n"
+    assert ("Download 16.1 GB and 4.0 GB for its drafter?" in run.err) == (not options) and run.out == "[user: hi]\n"
 
 
 @pytest.mark.parametrize("streams", [{"stdin": "y\n", "err": Terminal()}, {"stdin": Terminal("y\n")}])
