@@ -285,7 +285,7 @@ def bench(
 
     settings = measure.Settings(tokens, pairs, temperature, seed, rule, width)  # type: ignore[arg-type]
     names = [name.strip() for name in drafters.split(",") if name.strip()]
-    with _live() as watch:
+    with _live() as (tell, watch):
         report = measure.run(
             model,
             names,
@@ -293,7 +293,7 @@ def bench(
             settings,
             quantisation=quantisation,
             offline=offline,
-            say=say,
+            say=tell,
             frontiers=lengths,
             watch=watch,
         )
@@ -310,16 +310,19 @@ def bench(
 
 
 @contextmanager
-def _live() -> Iterator[Callable[[Mapping[str, Sequence[Any]]], None] | None]:
-    """A table of the medians so far, on a terminal's stderr; it is gone when the report comes."""
+def _live() -> Iterator[tuple[Callable[[str], None], Callable[[Mapping[str, Sequence[Any]]], None] | None]]:
+    """How lines are said, and on a terminal a table of the medians so far; it is gone when the report comes."""
     if not is_terminal(sys.stderr):
-        yield None
+        yield say, None
         return
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
 
     with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+
+        def tell(line: str) -> None:
+            live.console.print(line, markup=False, highlight=False)  # above the table
 
         def watch(measured: Mapping[str, Sequence[Any]]) -> None:
             table = Table("drafter", "measured", "tok/s", "to plain", box=None)
@@ -329,7 +332,7 @@ def _live() -> Iterator[Callable[[Mapping[str, Sequence[Any]]], None] | None]:
                 table.add_row(name, str(len(measured[name])), f"{speed:.2f}", ratio)
             live.update(table, refresh=True)
 
-        yield watch
+        yield tell, watch
 
 
 @app.command()
