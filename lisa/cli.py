@@ -21,7 +21,7 @@ from lisa import api, bandwidth, catalog, drawing, fit, hub, manage
 from lisa.chat import answer, converse
 from lisa.errors import DamagedModel, LisaError, NotCached, UsageError
 from lisa.memory import Machine, gigabytes, machine
-from lisa.screen import is_terminal, say
+from lisa.screen import is_terminal, say, wrapped
 from lisa.slash import Conversation
 from lisa.types import MAX_WIDTH, Message
 
@@ -150,7 +150,7 @@ def chat(
         loaded, model, another, replace(loaded.sampling, **chosen), opening, max_tokens, stop or None, thinking
     )
     try:
-        say(loaded.about)
+        say(wrapped(loaded.about))
         _check(loaded, opening, stop, thinking)
         if message is None:
             converse(talk, private=private)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lisa import catalog
 from lisa.api import Reply, check_options
 from lisa.errors import LisaError, UsageError
-from lisa.screen import Thinking, say
+from lisa.screen import Thinking, harmless, say, wrapped
 from lisa.types import Message, Messages, Sampling, Stats
 
 KINDS = ("auto", "none", "ngram", "dspine", "dflash", "eagle")
@@ -138,7 +138,7 @@ def _thinking(talk: Conversation, rest: str) -> None:
     if rest in ("show", "fold"):
         talk.shown = "show" if rest == "show" else "fold"
     elif rest == "last":
-        say(talk.reasoning or "nothing was thought yet")
+        say(harmless(talk.reasoning) or "nothing was thought yet")
     elif rest in ("on", "off"):
         talk.thinking = rest == "on"
     elif rest:
@@ -174,7 +174,7 @@ def _setting(word: str) -> tuple[str, Any]:
 def _drafter(talk: Conversation, rest: str) -> None:
     if rest:
         talk.model.redraft(rest, say=say)
-    say(talk.model.about)
+    say(wrapped(talk.model.about))
 
 
 def _model(talk: Conversation, rest: str) -> None:
@@ -187,7 +187,7 @@ def _model(talk: Conversation, rest: str) -> None:
             say(f"going back to {talk.spec}")
             talk.model = talk.load(talk.spec)
         talk.sampling = talk.model.sampling
-    say(talk.model.about)
+    say(wrapped(talk.model.about))
 
 
 def _stats(talk: Conversation, rest: str) -> None:
