@@ -96,7 +96,7 @@ def _plain(report: Report) -> Iterator[str]:
     for name, speed in report["tok_s"].items():
         yield f"| {name} | {speed:.1f} |"
     yield ""
-    yield "| ratio of medians | value (95 % interval) |"
+    yield "| ratio | value (95 % interval) |"
     yield "|---|---|"
     for name, r in report["ratio"].items():
         yield f"| {name} | {_ratio(r['value'], [r['low'], r['high']])} |"

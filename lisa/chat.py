@@ -48,13 +48,13 @@ def answer(
 
 def converse(talk: Conversation, *, private: bool = False) -> None:
     """Read messages and answer them until Ctrl-D, /exit, or Ctrl-C at an empty prompt."""
-    say("/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves")
+    say(wrapped("/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves"))
     lines = editor(words, private=private, toggle=talk.toggle)
     while (line := lines.read()) is not None:
         try:
             _take(talk, line)
         except LisaError as error:
-            say(f"lisa: {error}")
+            say(wrapped(f"lisa: {error}"))
         except Leave:
             return
 

@@ -22,7 +22,7 @@ from lisa import api, bandwidth, catalog, drawing, fit, hub, manage
 from lisa.chat import answer, converse
 from lisa.errors import DamagedModel, LisaError, NotCached, UsageError
 from lisa.memory import Machine, gigabytes, machine
-from lisa.screen import is_terminal, say
+from lisa.screen import is_terminal, say, wrapped
 from lisa.slash import Conversation
 from lisa.types import MAX_WIDTH, Message
 
@@ -152,10 +152,10 @@ def chat(
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     talk = Conversation(
-        loaded, another, replace(loaded.sampling, **chosen), opening, max_tokens, stop or None, thinking
+        loaded, model, another, replace(loaded.sampling, **chosen), opening, max_tokens, stop or None, thinking
     )
     try:
-        say(loaded.about)
+        say(wrapped(loaded.about))
         _check(loaded, opening, stop, thinking)
         if message is None:
             converse(talk, private=private)
@@ -228,7 +228,9 @@ def default_model(
         return small.name, f"{large.name} ({size}) is too large for {gigabytes(machine.memory)} of memory"
     if here(large, weights):
         return large.name, "it is on this machine and fits its memory"
-    if agrees(f"{large.title} is not on this machine. Download {size}?"):
+    drafter = large.drafters[0].bytes if large.drafters else None
+    both = f"{size} and {gigabytes(drafter)} for its drafter" if drafter else size
+    if agrees(f"{large.title} is not on this machine. Download {both}?"):
         return large.name, "you agreed to its download"
     return small.name, f"{large.name} is not on this machine; --model {large.name} downloads {size}"
 
@@ -358,7 +360,7 @@ def bench(
 
     settings = measure.Settings(tokens, pairs, temperature, seed, rule, width)  # type: ignore[arg-type]
     names = [name.strip() for name in drafters.split(",") if name.strip()]
-    with _live() as watch:
+    with _live() as (tell, watch):
         report = measure.run(
             model,
             names,
@@ -366,7 +368,7 @@ def bench(
             settings,
             quantisation=quantisation,
             offline=offline,
-            say=say,
+            say=tell,
             frontiers=lengths,
             watch=watch,
         )
@@ -383,16 +385,19 @@ def bench(
 
 
 @contextmanager
-def _live() -> Iterator[Callable[[Mapping[str, Sequence[Any]]], None] | None]:
-    """A table of the medians so far, on a terminal's stderr; it is gone when the report comes."""
+def _live() -> Iterator[tuple[Callable[[str], None], Callable[[Mapping[str, Sequence[Any]]], None] | None]]:
+    """How lines are said, and on a terminal a table of the medians so far; it is gone when the report comes."""
     if not is_terminal(sys.stderr):
-        yield None
+        yield say, None
         return
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
 
     with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+
+        def tell(line: str) -> None:
+            live.console.print(line, markup=False, highlight=False)  # above the table
 
         def watch(measured: Mapping[str, Sequence[Any]]) -> None:
             table = Table("drafter", "measured", "tok/s", "to plain", box=None)
@@ -402,7 +407,7 @@ def _live() -> Iterator[Callable[[Mapping[str, Sequence[Any]]], None] | None]:
                 table.add_row(name, str(len(measured[name])), f"{speed:.2f}", ratio)
             live.update(table, refresh=True)
 
-        yield watch
+        yield tell, watch
 
 
 @app.command()

@@ -41,6 +41,7 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
         if arm["by_position"]:
             acceptance.plot(range(1, len(arm["by_position"]) + 1), arm["by_position"], marker="o", label=name)
     acceptance.set(xlabel="position in the draft", ylabel="share accepted", ylim=(0, 1))
+    acceptance.xaxis.get_major_locator().set_params(integer=True)
     if acceptance.lines:
         acceptance.legend()
     figure.suptitle(f"{report['model']}, {report['machine']['cpu']}")

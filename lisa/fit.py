@@ -113,7 +113,8 @@ def of_entry(
     elif weights.quantisation == "bf16" and not machine.metal:
         size *= _WIDER
     kv = entry.memory.kv_bytes * (1 if machine.metal else _WIDER)
-    return Need(size, kv, entry.memory.state_bytes, (drafter.bytes or 0) if drafter else 0)
+    beside = ((drafter.bytes if drafter else None) or 0) * (1 if machine.metal else _WIDER)
+    return Need(size, kv, entry.memory.state_bytes, beside)
 
 
 def of_config(config: Mapping[str, Any], size: int, machine: Machine, kv_bits: int | None = None) -> Need:

@@ -189,7 +189,7 @@ def _why(error: BaseException, repo: str, revision: str | None, folder: Path, en
             return line or f"the Hub answered with error {status} for {repo}: try again later"
         if isinstance(cause, OSError) and (cause.filename or cause.errno in (errno.ENOSPC, errno.EDQUOT)):
             return f"cannot write to {folder}: {cause.strerror}; free space, or move the cache with HF_HOME"
-    return f"cannot reach the Hub at {host}: check the network and run again, finished files are kept"
+    return f"cannot reach the Hub at {host}: check the network and run again, it goes on where it stopped"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,15 +1,13 @@
 """What `lisa bench` runs: drafters compared on one target, in one process, after a parity check.
 
-Arms take turns, so that whatever slows the machine slows all of them; speeds are medians over the pairs, ratios are
-taken within pairs and come with a bootstrap interval. Plain decoding runs in its fastest mode. A drafter whose text is
-wrong gets no speed.
+Arms take turns, so that whatever slows the machine slows all of them; speeds are medians over the pairs, and a ratio
+comes with a bootstrap interval. Plain decoding runs in its fastest mode. A drafter whose text is wrong gets no speed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import random
@@ -381,8 +379,13 @@ def _kind(kind: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 def alternate(
     arms: Mapping[str, Callable[[], Any]], pairs: int, say: Say | None = None, watch: Watch | None = None
 ) -> dict[str, list[Any]]:
-    """Each arm's measurements; the arms take turns, and every second round runs them in reverse."""
+    """Each arm's measurements; the arms take turns, and every second round runs them in reverse.
+
+    An odd number of pairs gets one more: then the medians of all arms lie at the same place of the run, and a machine
+    that slows down steadily slows them alike.
+    """
     measured: dict[str, list[Any]] = {name: [] for name in arms}
+    pairs += pairs % 2
     for i in range(pairs):
         if say is not None:
             say(f"pair {i + 1} of {pairs}")
@@ -394,22 +397,16 @@ def alternate(
 
 
 def ratio(a: Sequence[float], b: Sequence[float], draws: int = 2000) -> Ratio:
-    """How a stands to b, from pairs that ran side by side: the Hodges-Lehmann estimate of their log ratios.
-
-    It is the median of the means of every two pairs. In every second pair the arms ran in reverse, so a machine that
-    slows down steadily cancels out, which it does not in a ratio of two medians.
-    """
+    """Median of a over median of b; pairs are resampled together, since they ran side by side."""
     rng = random.Random(0)
     n = len(a)
-    logs = [math.log(x / y) for x, y in zip(a, b, strict=True)]
-    values = sorted(_middle([logs[rng.randrange(n)] for _ in range(n)]) for _ in range(draws))
-    return Ratio(
-        math.exp(_middle(logs)), math.exp(values[int(0.025 * draws)]), math.exp(values[int(0.975 * draws) - 1])
-    )
-
-
-def _middle(values: Sequence[float]) -> float:
-    return statistics.median((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
+    values = []
+    for _ in range(draws):
+        picked = [rng.randrange(n) for _ in range(n)]
+        values.append(statistics.median(a[i] for i in picked) / statistics.median(b[i] for i in picked))
+    values.sort()
+    middle = statistics.median(a) / statistics.median(b)
+    return Ratio(middle, values[int(0.025 * draws)], values[int(0.975 * draws) - 1])
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:

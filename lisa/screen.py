@@ -176,7 +176,7 @@ class Screen:
         if event.reasoning:
             self.reasoning += event.reasoning
             if self._terminal:
-                self._think(_harmless(event.reasoning))
+                self._think(harmless(event.reasoning))
         if event.text:
             self._enter(self._end_answer)
             self._answer(event.text)
@@ -184,11 +184,11 @@ class Screen:
     def _answer(self, text: str) -> None:
         if self._markdown is not None:
             # White space before the first word would be an empty block.
-            text = _harmless(text) if self._begun else _harmless(text).lstrip()
+            text = harmless(text) if self._begun else harmless(text).lstrip()
             self._begun = self._begun or bool(text)
             self._markdown.push(text)
             return
-        print(_harmless(text) if is_terminal(sys.stdout) else text, end="", flush=True)
+        print(harmless(text) if is_terminal(sys.stdout) else text, end="", flush=True)
         self._unfinished = not text.endswith("\n")
 
     def _think(self, text: str) -> None:
@@ -198,7 +198,7 @@ class Screen:
             return
         self._enter(self._end_fold)
         width = shutil.get_terminal_size().columns - 14
-        shown = " ".join(self.reasoning[-4 * max(1, width) :].split())[-width:] if width > 0 else ""
+        shown = " ".join(harmless(self.reasoning[-4 * max(1, width) :]).split())[-width:] if width > 0 else ""
         self._fold.draw([f"{self._dim}thinking: {shown}{self._plain}"])
 
     def _enter(self, leave: Callable[[], None], start: str = "") -> None:
@@ -222,6 +222,6 @@ class Screen:
             print(flush=True)
 
 
-def _harmless(text: str) -> str:
-    """Without control characters, save for line ends and tabs."""
+def harmless(text: str) -> str:
+    """For a terminal: without control characters, save for line ends and tabs."""
     return _CONTROL.sub("", text)

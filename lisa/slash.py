@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lisa import catalog
 from lisa.api import Reply, check_options
 from lisa.errors import LisaError, UsageError
-from lisa.screen import Thinking, say
+from lisa.screen import Thinking, harmless, say, wrapped
 from lisa.types import Message, Messages, Sampling, Stats
 
 KINDS = ("auto", "none", "ngram", "dspine", "dflash", "eagle")
@@ -47,9 +47,13 @@ class Leave(Exception):
 
 @dataclass
 class Conversation:
-    """What was said and how the next answer is made. `load` gives another model; `model` is closed before it."""
+    """What was said and how the next answer is made.
+
+    `spec` is what `model` was loaded by; `load` gives another one, and `model` is closed before.
+    """
 
     model: Talker
+    spec: str
     load: Callable[[str], Talker]
     sampling: Sampling
     messages: list[Message] = field(default_factory=list)
@@ -134,7 +138,7 @@ def _thinking(talk: Conversation, rest: str) -> None:
     if rest in ("show", "fold"):
         talk.shown = "show" if rest == "show" else "fold"
     elif rest == "last":
-        say(talk.reasoning or "nothing was thought yet")
+        say(harmless(talk.reasoning) or "nothing was thought yet")
     elif rest in ("on", "off"):
         talk.thinking = rest == "on"
     elif rest:
@@ -170,21 +174,20 @@ def _setting(word: str) -> tuple[str, Any]:
 def _drafter(talk: Conversation, rest: str) -> None:
     if rest:
         talk.model.redraft(rest, say=say)
-    say(talk.model.about)
+    say(wrapped(talk.model.about))
 
 
 def _model(talk: Conversation, rest: str) -> None:
     if rest:
-        before = talk.model.name
         talk.model.close()  # two large models do not fit
         try:
-            talk.model = talk.load(rest)
+            talk.model, talk.spec = talk.load(rest), rest
         except (LisaError, KeyboardInterrupt) as error:
             say(f"lisa: {error}" if isinstance(error, LisaError) else "interrupted")
-            say(f"going back to {before}")
-            talk.model = talk.load(before)
+            say(f"going back to {talk.spec}")
+            talk.model = talk.load(talk.spec)
         talk.sampling = talk.model.sampling
-    say(talk.model.about)
+    say(wrapped(talk.model.about))
 
 
 def _stats(talk: Conversation, rest: str) -> None:

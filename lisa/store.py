@@ -87,6 +87,9 @@ def pull(
     Fit, disk and, above ASK_ABOVE, the user's agreement come before the first byte. Raises LisaError.
     """
     missing = [part for part in parts(model, drafter, quantisation) if not _is_here(part, cache)]
+    if drafter == "auto" and not _has_room_for_both(model, quantisation, machine):
+        missing = [part for part in missing if part.role == "model"]
+        say("the drafter is left out: there is no room for both in the memory")
     if missing and (offline or hub.offline_environment()):
         raise NotCached(f"{missing[0].name} is not here and this run is offline; once online: lisa pull {model}")
     plans: dict[str, download.Plan] = {}
@@ -108,6 +111,13 @@ def pull(
     for part in missing:
         _fetch(part, say, bar, endpoint, cache)
     return True
+
+
+def _has_room_for_both(model: str, quantisation: str | None, machine: Machine) -> bool:
+    entry = catalog.find(model)
+    if entry is None or not entry.drafters:
+        return True
+    return fit.of_entry(entry, catalog.choose(entry, quantisation), machine, entry.drafters[0]).fits(fit.room(machine))
 
 
 def _sum(plans: dict[str, download.Plan]) -> str:

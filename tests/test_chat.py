@@ -30,6 +30,8 @@ def script(messages: Messages) -> Iterator[Event]:
         yield Done("stop", Stats(completion_tokens=9, prompt_tokens=20, ttft=0.25, decode=2.0))
     elif last == "wonder":
         yield from _wonder()
+    elif last == "hostile":
+        yield from _hostile()
     else:
         yield from echo(messages)
 
@@ -41,6 +43,12 @@ def _wonder() -> Iterator[Event]:
             time.sleep(0.01)
     except Cancelled:
         yield Done("cancelled", STATS)
+
+
+def _hostile() -> Iterator[Event]:
+    yield Tokens((1,), reasoning="\x1b]0;title\x07wicked ")
+    yield Tokens((1,), "\x1b[2J\x1b[Hgone\x9b1A\n")
+    yield Done("stop", STATS)
 
 
 def load(name: str, **options: Any) -> FakeModel:
@@ -69,7 +77,7 @@ def typist(tmp_path: Path) -> Iterator[Callable[..., Typist]]:
         someone = Typist(MAIN, "chat", "-m", "some", *args, home=tmp_path, **options)
         begun.append(someone)
         if wait:
-            someone.wait("/help lists the commands, Ctrl-C stops a reply, Ctrl-D leaves")
+            someone.wait("Ctrl-D")
             someone.ready()
         return someone
 
@@ -237,6 +245,20 @@ def test_thinking_is_dimmed_folded_and_shown_again(typist: Any) -> None:
     me.wait("hmm, so")
 
 
+@pytest.mark.parametrize("shown", ["show", "fold"])
+def test_a_model_cannot_steer_the_terminal(shown: str, typist: Any) -> None:
+    me = typist()
+    me.say(f"/thinking {shown}")
+    me.ready()
+    me.say("hostile")
+    me.wait("TTFT")
+    me.ready()
+    me.say("/thinking last")
+    me.wait("wicked")
+    assert not [code for code in ("\x07", "\x9b", "\x1b]0", "\x1b[2J") if code in me.raw]
+    assert "[2J[Hgone1A" in me.lines()
+
+
 def test_no_color_sends_no_colour(typist: Any) -> None:
     me = typist(NO_COLOR="1")
     me.say("think")
@@ -272,8 +294,19 @@ def test_history_reaches_the_next_run_unless_it_is_private(typist: Any, tmp_path
 @pytest.fixture
 def talk() -> Iterator[Conversation]:
     model = FakeModel(script)
-    yield Conversation(model, load, model.sampling)  # type: ignore[arg-type]
+    yield Conversation(model, model.name, load, model.sampling)  # type: ignore[arg-type]
     model.close()
+
+
+def test_a_model_that_cannot_be_had_leaves_the_one_before(
+    talk: Conversation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk.spec = "~/models/some"  # what it was loaded by, not what it is called
+    slash.command(talk, "/model bad")
+    assert talk.model.name == "~/models/some" and "going back to ~/models/some" in capsys.readouterr().err
+    slash.command(talk, "/model other")
+    assert talk.spec == talk.model.name == "other"
+    talk.model.close()
 
 
 def test_a_retry_that_fails_takes_nothing_away(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,15 +346,17 @@ def test_a_table_grows_while_a_bench_runs(monkeypatch: pytest.MonkeyPatch) -> No
             return self._speed
 
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with cli._live() as watch:
+    with cli._live() as (tell, watch):
         assert watch
+        tell("pair [1] of 2")
         watch({"none": [Measured(10.0)], "dspine": []})
         watch({"none": [Measured(10.0), Measured(12.0)], "dspine": [Measured(22.0)]})
         shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "pair [1] of 2" in shown
     assert re.search(r"none +2 +11\.00 +1\.00", shown) and re.search(r"dspine +1 +22\.00 +2\.00", shown)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with cli._live() as watch:
-        assert watch is None
+    with cli._live() as (tell, watch):
+        assert watch is None and tell is cli.say
 
 
 @pytest.mark.parametrize(
@@ -599,7 +601,7 @@ def test_a_download_is_agreed_to_in_a_terminal(
     on_a_mac(monkeypatch, cached=False)
     assert run.fake("chat", *options, "hi", stdin=Terminal(typed), err=Terminal()) == 0
     assert run.model.loaded and run.model.loaded[0] == name
-    assert ("Download 16.1 GB?" in run.err) == (not options) and run.out == "[user: hi]\n"
+    assert ("Download 16.1 GB and 4.0 GB for its drafter?" in run.err) == (not options) and run.out == "[user: hi]\n"
 
 
 @pytest.mark.parametrize("streams", [{"stdin": "y\n", "err": Terminal()}, {"stdin": Terminal("y\n")}])

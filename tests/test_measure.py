@@ -112,7 +112,8 @@ def test_arms_take_turns_and_turns_are_reversed() -> None:
     order: list[str] = []
     arms = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
     measured = measure.alternate(arms, 3)  # type: ignore[arg-type]
-    assert order == ["a", "b", "b", "a", "a", "b"] and measured == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]  # an odd number of pairs gets one more
+    assert measured == {"a": [1.0, 4.0, 5.0, 8.0], "b": [2.0, 3.0, 6.0, 7.0]}
 
 
 @pytest.mark.parametrize("true", [0.9, 0.97, 1.05, 1.3, 2.7])

@@ -10,7 +10,7 @@ import re
 import pyte
 import pytest
 
-from lisa.screen import Markdown, Painter, _harmless
+from lisa.screen import Markdown, Painter, harmless
 
 TEXT = """# Rivers of Europe
 
@@ -152,4 +152,4 @@ def test_a_resize_in_an_answer_loses_no_word(text: str) -> None:
 
 
 def test_control_characters_of_a_model_never_reach_the_terminal() -> None:
-    assert _harmless("a\x1b]0;title\x07b\x9b31mc\r\n\td\x08") == "a]0;titleb31mc\n\td"
+    assert harmless("a\x1b]0;title\x07b\x9b31mc\r\n\td\x08") == "a]0;titleb31mc\n\td"

@@ -15,7 +15,7 @@ import pytest
 from loopback import REPO, TOKEN, FakeHub, safetensors, sha256, sharded
 from terminal import CTRL_C, Typist
 
-from lisa import bandwidth, catalog, cli, download, hub, manage, store
+from lisa import bandwidth, catalog, cli, download, fit, hub, manage, store
 from lisa.errors import DoesNotFit, HubError, NotCached, UnknownModel, UsageError
 from lisa.memory import Machine
 
@@ -90,6 +90,16 @@ def test_F1_the_hubs_variable_is_offline_too(
 def test_the_drafter_can_be_chosen(drafter: str, there: bool, tiny: Any, pull: Any, tmp_path: Path) -> None:
     assert pull("tiny", drafter=drafter)
     assert download.repo_folder(DRAFTER, tmp_path).exists() == there
+
+
+def test_a_drafter_nobody_named_is_not_fetched_where_there_is_no_room_for_it(
+    tiny: catalog.Entry, pull: Any, tmp_path: Path
+) -> None:
+    alone = fit.of_entry(tiny, tiny.weights[0], Machine(False, GB))
+    machine = Machine(False, int(alone.at(fit.CONTEXT) / 0.9) + 100)  # room for the target and 90 bytes of 500
+    said: list[str] = []
+    assert pull("tiny", machine=machine, say=said.append)
+    assert not download.repo_folder(DRAFTER, tmp_path).exists() and "no room for both" in said[0]
 
 
 def test_a_drafter_nobody_named_may_be_missing(tiny: Any, pull: Any, fake: FakeHub, tmp_path: Path) -> None:
