@@ -12,7 +12,7 @@ import pytest
 from folders import write_model
 
 import lisa
-from lisa.errors import Closed, ContextFull, NoTemplate, UsageError
+from lisa.errors import Closed, ContextFull, NotCached, NoTemplate, UsageError
 from lisa.pace import Fixed
 
 CHAT = [{"role": "user", "content": "hello there, hello there, hello"}]
@@ -195,3 +195,18 @@ def test_F6_without_a_template_completion_works_and_chat_says_why_not(tmp_path: 
 def test_load_refuses_what_it_cannot_do(folder: Path, options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=str(next(iter(options.values())))):
         lisa.load(str(folder), **options)  # type: ignore[arg-type]
+
+
+def test_another_drafter_takes_over_and_the_text_stays(folder: Path, no_network: None) -> None:
+    sampling = lisa.Sampling(temperature=1.0, seed=5)
+    with lisa.load(str(folder), offline=True) as model:
+        before = model.chat(CHAT, sampling=sampling, max_tokens=20).read()
+        model.redraft("none")
+        after = model.chat(CHAT, sampling=sampling, max_tokens=20).read()
+        assert (before.stats.drafter, after.stats.drafter) == ("ngram", "none") and after.ids == before.ids
+        assert "drafter none (asked for)" in model.about
+        with pytest.raises(UsageError, match="unknown drafter 'oracle'"):
+            model.redraft("oracle")
+        with pytest.raises(NotCached, match="this run is offline"):  # as the model was loaded
+            model.redraft("owner/name")
+        assert model.chat(CHAT, sampling=sampling, max_tokens=20).read().ids == before.ids
