@@ -476,6 +476,7 @@ def train(
         thinking=thinking,
         offline=offline,
     )
+    _fetch(model, "none", quantisation, offline)
     trained = training.train(settings, say)
     print(f"{trained.out}: {trained.accepted:.2f} tokens a round on held-out prompts")
     if not trained.finished:

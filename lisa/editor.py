@@ -64,6 +64,7 @@ class _Terminal:
     def __init__(self, words: Words, private: bool, toggle: Callable[[], None]):
         from prompt_toolkit import PromptSession
         from prompt_toolkit.output import ColorDepth, create_output
+        from prompt_toolkit.shortcuts import CompleteStyle
 
         shown = sys.stdout if is_terminal(sys.stdout) else sys.stderr
         self._session: PromptSession[str] = PromptSession(
@@ -72,7 +73,7 @@ class _Terminal:
             prompt_continuation="  ",
             history=_history(private),
             completer=_completer(words),
-            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,  # a menu would keep eight lines of the screen free for itself
             key_bindings=_keys(toggle),
             output=create_output(stdout=shown),
             color_depth=None if colours(shown) else ColorDepth.DEPTH_1_BIT,

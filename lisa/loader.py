@@ -29,7 +29,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """`sampling` are the model's own defaults. `drafter` is the kind that runs, `about` one line on what was loaded."""
+    """`sampling` are the model's own defaults. `drafter` is the kind that runs, `about` one line on what was loaded.
+
+    `offline` holds for what is loaded later too, such as another drafter.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -39,6 +42,7 @@ class Loaded:
     entry: catalog.Entry | None
     drafter: str
     drafter_bytes: int
+    offline: bool = False
 
     @property
     def weights(self) -> int:
@@ -109,12 +113,12 @@ def load(
         target.context = longest
     options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
     engine, paired = _engine(target, folder, entry, drafter, width, options, say, remembered=True)
-    return Loaded(engine, tokenizer, _sampling(folder, entry), name, folder, entry, paired.kind, paired.bytes)
+    return Loaded(engine, tokenizer, _sampling(folder, entry), name, folder, entry, paired.kind, paired.bytes, offline)
 
 
 def redraft(loaded: Loaded, drafter: str, *, width: int | None = None, say: Say | None = None) -> Loaded:
     """The same target, uncopied, with another drafter and a pacer that has yet to learn."""
-    options = pairing.Options(chunk=loaded.engine.chunk)
+    options = pairing.Options(chunk=loaded.engine.chunk, offline=loaded.offline)
     engine, paired = _engine(loaded.engine.target, loaded.folder, loaded.entry, drafter, width, options, say)
     return replace(loaded, engine=engine, drafter=paired.kind, drafter_bytes=paired.bytes)
 

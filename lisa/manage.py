@@ -119,7 +119,9 @@ def show(
     model: Model,
     quantisation: Quantisation = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens the memory is told for.")] = fit.CONTEXT,
-    check: Annotated[bool, typer.Option("--check", help="Read every file and compare its hash.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read every file, and compare the hashes that are known.")
+    ] = False,
 ) -> None:
     """Describe a model: structure, drafters, licence, size, memory, and the speed it can reach here."""
     facts = _facts(model, quantisation, context)
@@ -204,9 +206,10 @@ def _check(model: str, quantisation: str | None) -> str:
     if folder is None:
         raise NotCached(f"{model} is not on this machine: lisa pull {model}")
     hub.check_folder(folder)
-    if wrong := store.damage(folder):
+    hashed = store.hashed(folder)
+    if wrong := [name for name, right in hashed.items() if not right]:
         raise LisaError(f"damaged: {', '.join(wrong)}; lisa rm {model}, then lisa pull {model}")
-    return "every file has its hash"
+    return f"whole; {len(hashed)} files have their sha256" if hashed else "whole; no sha256 is known for its files"
 
 
 def rm(model: Model, yes: Yes = False) -> None:

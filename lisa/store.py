@@ -269,14 +269,10 @@ def remove(paths: list[Path]) -> None:
             path.unlink()
 
 
-def damage(folder: Path) -> list[str]:
-    """Names of files of the Hub's cache whose bytes are not those of their hash. Reads every byte."""
-    wrong = []
-    for file in sorted(folder.iterdir()):
-        blob = file.resolve()
-        if file.is_symlink() and len(blob.name) == 64 and download.sha256(blob) != blob.name:
-            wrong.append(file.name)
-    return wrong
+def hashed(folder: Path) -> dict[str, bool]:
+    """Files of the Hub's cache whose sha256 is known: whether their bytes have it. Reads every byte."""
+    known = {file.name: file.resolve() for file in sorted(folder.iterdir()) if file.is_symlink()}
+    return {name: download.sha256(blob) == blob.name for name, blob in known.items() if len(blob.name) == 64}
 
 
 def structure(config: dict[str, Any]) -> str:

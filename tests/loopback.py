@@ -45,7 +45,7 @@ class FakeHub(ThreadingHTTPServer):
 
     `answer` (status, headers) makes every request fail that way. `cut` ends each answer for a weight file after that
     many bytes, or, with `hold`, only waits there; `ranges` False ignores the Range header, and `lie` sends these bytes
-    instead of a file's own.
+    instead of a file's own. `redirect` is another server that holds the weights, as on the real Hub.
     """
 
     daemon_threads = True
@@ -60,6 +60,7 @@ class FakeHub(ThreadingHTTPServer):
         self.cut: int | None = None
         self.ranges = True
         self.hold: threading.Event | None = None
+        self.redirect: str | None = None
         self.lie: dict[str, bytes] = {}
         self.connections = 0
         self.asked: list[str] = []
@@ -110,6 +111,9 @@ class Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range")
         if self.command == "GET":
             self.server.wanted.append((name, asked))
+        if large and self.server.redirect:
+            headers |= {"X-Linked-Etag": f'"{sha256(data)}"', "X-Linked-Size": str(len(data))}
+            return self.send(302, b"", headers | {"Location": self.server.redirect + self.path})
         data = self.server.lie.get(name, data)
         status, total = 200, len(data)
         if asked and self.server.ranges and (match := re.fullmatch(r"bytes=(\d+)-", asked)):

@@ -13,7 +13,7 @@ import pytest
 from folders import write_model
 
 import lisa
-from lisa.errors import Closed, ContextFull, MemoryFull, NoTemplate, UsageError
+from lisa.errors import Closed, ContextFull, MemoryFull, NotCached, NoTemplate, UsageError
 from lisa.pace import Fixed
 
 CHAT = [{"role": "user", "content": "hello there, hello there, hello"}]
@@ -258,3 +258,18 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 def test_what_a_constraint_cannot_do_is_refused_by_name(model: lisa.Model, options: Any, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         model.chat(CHAT, **options)
+
+
+def test_another_drafter_takes_over_and_the_text_stays(folder: Path, no_network: None) -> None:
+    sampling = lisa.Sampling(temperature=1.0, seed=5)
+    with lisa.load(str(folder), offline=True) as model:
+        before = model.chat(CHAT, sampling=sampling, max_tokens=20).read()
+        model.redraft("none")
+        after = model.chat(CHAT, sampling=sampling, max_tokens=20).read()
+        assert (before.stats.drafter, after.stats.drafter) == ("ngram", "none") and after.ids == before.ids
+        assert "drafter none (asked for)" in model.about
+        with pytest.raises(UsageError, match="unknown drafter 'oracle'"):
+            model.redraft("oracle")
+        with pytest.raises(NotCached, match="this run is offline"):  # as the model was loaded
+            model.redraft("owner/name")
+        assert model.chat(CHAT, sampling=sampling, max_tokens=20).read().ids == before.ids

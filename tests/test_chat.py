@@ -119,6 +119,10 @@ def test_a_conversation_in_a_terminal(typist: Any) -> None:
     me.type(ENTER)
     me.wait("leave, as Ctrl-D does")
     me.ready()
+    me.type("/s" + TAB)
+    me.wait("/system")
+    me.wait("/stats")
+    me.type(CTRL_C)
     me.type("half" + CTRL_C)  # drops the line
     me.type("/exit" + ENTER)
     assert me.leave() == 0

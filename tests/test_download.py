@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from loopback import REPO, TOKEN, FakeHub, safetensors, sha256, sharded
+from loopback import REPO, TOKEN, FakeHub, running, safetensors, sha256, sharded
 
 from lisa import download, hub
 from lisa.errors import DamagedModel, HubError
@@ -159,6 +159,15 @@ def test_a_plan_tells_what_is_missing(fake: FakeHub, tmp_path: Path) -> None:
     assert plan.here == 1000 and plan.missing == plan.bytes - 1000
     fetch(fake, tmp_path)
     assert download.plan(REPO, None, fake.endpoint, tmp_path).missing == 0
+
+
+def test_F10_the_token_goes_to_the_hub_and_not_to_where_it_sends_us(fake: FakeHub, tmp_path: Path) -> None:
+    with running() as storage:
+        storage.files[NAME] = WHOLE
+        fake.redirect, storage.cut = storage.endpoint, 150_000
+        assert (fetch(fake, tmp_path) / NAME).read_bytes() == WHOLE
+        assert [asked for name, asked in storage.wanted if name == NAME] == [None, "bytes=150000-"]
+        assert storage.authorisation == {None} and f"Bearer {TOKEN}" in fake.authorisation
 
 
 def test_F10_the_token_is_sent_and_never_shown(
