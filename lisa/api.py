@@ -399,20 +399,30 @@ class Model:
         return self._worker.call(lambda: layers.uncovered(target.model, target.kernels))
 
     def redraft(self, drafter: str, *, say: Say | None = None) -> None:
-        """Take another drafter, named as in `load`; the weights stay, the contexts are forgotten. Raises LisaError."""
+        """Take another drafter, named as in `load`; the weights stay, the contexts are forgotten. Raises LisaError.
+
+        Interrupted, the drafter stays; a download under way ends before the next reply begins.
+        """
+        given_up = False
 
         def redrafted() -> Loaded:
             from lisa.loader import keep_pace, redraft
 
             assert self._loaded is not None
             loaded = redraft(self._loaded, drafter, say=say)
+            if given_up:
+                return self._loaded
             keep_pace(self._loaded)
             self._idle.clear()
             self._loaded, self.drafter = loaded, loaded.drafter
             self._budget.weights = loaded.weights
             return loaded
 
-        self.about = self._about(self._worker.call(redrafted))
+        try:
+            self.about = self._about(self._worker.call(redrafted))
+        except KeyboardInterrupt:
+            given_up = True
+            raise
 
     def _about(self, loaded: Loaded) -> str:
         return f"{loaded.about}, BLAS {self._blas}" if " on CPU" in loaded.about else loaded.about

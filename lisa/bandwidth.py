@@ -5,11 +5,12 @@ Measured by `lisa bench` (lisa/measure.py) and kept in the user's cache; until t
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from lisa import remember
 
 # GB/s from Apple's technical specifications; of a chip sold with two, the larger.
 _PUBLISHED = {
@@ -34,21 +35,18 @@ class Bandwidth:
 
 def known(cpu: str, folder: Path) -> Bandwidth | None:
     """What was measured on a machine with this chip, else what its maker says, else None."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        return Bandwidth(float(json.loads(_file(folder).read_text("utf-8"))[cpu]), "measured by lisa bench")
+    measured = remember.load(_file(folder), cpu)
+    if isinstance(measured, (int, float)):
+        return Bandwidth(float(measured), "measured by lisa bench")
     chip = re.fullmatch(r"Apple (M\d+(?: \w+)?)", cpu)
     if chip and chip[1] in _PUBLISHED:
         return Bandwidth(_PUBLISHED[chip[1]] * 1e9, "as Apple publishes it")
     return None
 
 
-def remember(cpu: str, measured: float, folder: Path) -> None:
-    values = {}
-    with suppress(OSError, ValueError):
-        values = json.loads(_file(folder).read_text("utf-8"))
+def keep(cpu: str, measured: float, folder: Path) -> None:
     with suppress(OSError):  # a cache that cannot be written costs a number in `lisa show`
-        folder.mkdir(parents=True, exist_ok=True)
-        _file(folder).write_text(json.dumps({**values, cpu: measured}), "utf-8")
+        remember.save(_file(folder), cpu, measured)
 
 
 def _file(folder: Path) -> Path:

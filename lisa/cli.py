@@ -131,7 +131,10 @@ def chat(
         )
 
     def another(name: str) -> api.Model:
-        _fetch(name, drafter, None, offline)
+        try:
+            _fetch(name, drafter, None, offline)
+        except typer.Exit:
+            raise NotCached(f"{name} was not downloaded") from None
         return load(name)
 
     try:
@@ -374,7 +377,7 @@ def bench(
         )
     for line in measure.table(report):
         print(line)
-    bandwidth.remember(report["machine"]["cpu"], report["bandwidth"]["bytes_s"], hub.cache_folder())
+    bandwidth.keep(report["machine"]["cpu"], report["bandwidth"]["bytes_s"], hub.cache_folder())
     if plot is not None:
         drawing.draw(report, plot)
         say(f"drawn into {plot}")

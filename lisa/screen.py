@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Literal, TextIO
 
 import typer
+from rich.cells import cell_len
 
 from lisa.types import Progress, Tokens
 
@@ -199,6 +200,8 @@ class Screen:
         self._enter(self._end_fold)
         width = shutil.get_terminal_size().columns - 14
         shown = " ".join(harmless(self.reasoning[-4 * max(1, width) :]).split())[-width:] if width > 0 else ""
+        while shown and cell_len(shown) > width:  # Chinese and the like take two cells a character
+            shown = shown[1:]
         self._fold.draw([f"{self._dim}thinking: {shown}{self._plain}"])
 
     def _enter(self, leave: Callable[[], None], start: str = "") -> None:

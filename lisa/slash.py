@@ -173,7 +173,10 @@ def _setting(word: str) -> tuple[str, Any]:
 
 def _drafter(talk: Conversation, rest: str) -> None:
     if rest:
-        talk.model.redraft(rest, say=say)
+        try:
+            talk.model.redraft(rest, say=say)
+        except KeyboardInterrupt:
+            say("interrupted; the drafter stays")
     say(wrapped(talk.model.about))
 
 
@@ -182,11 +185,11 @@ def _model(talk: Conversation, rest: str) -> None:
         talk.model.close()  # two large models do not fit
         try:
             talk.model, talk.spec = talk.load(rest), rest
+            talk.sampling = talk.model.sampling
         except (LisaError, KeyboardInterrupt) as error:
             say(f"lisa: {error}" if isinstance(error, LisaError) else "interrupted")
             say(f"going back to {talk.spec}")
             talk.model = talk.load(talk.spec)
-        talk.sampling = talk.model.sampling
     say(wrapped(talk.model.about))
 
 
@@ -229,7 +232,7 @@ def _retry(talk: Conversation, rest: str) -> str:
 def _undo(talk: Conversation, rest: str) -> None:
     text = _last(talk)
     _undo_silently(talk)
-    say(f"taken back: {text.splitlines()[0][:60]}")
+    say(f"taken back: {text.strip().partition(chr(10))[0][:60]}")
 
 
 def _last(talk: Conversation) -> str:

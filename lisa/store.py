@@ -87,7 +87,8 @@ def pull(
     Fit, disk and, above ASK_ABOVE, the user's agreement come before the first byte. Raises LisaError.
     """
     missing = [part for part in parts(model, drafter, quantisation) if not _is_here(part, cache)]
-    if drafter == "auto" and not _has_room_for_both(model, quantisation, machine):
+    beside = any(part.role == "drafter" for part in missing)
+    if beside and drafter == "auto" and not _has_room_for_both(model, quantisation, machine):
         missing = [part for part in missing if part.role == "model"]
         say("the drafter is left out: there is no room for both in the memory")
     if missing and (offline or hub.offline_environment()):

@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model
 
 from lisa import layers, sampling
 from lisa.errors import DamagedModel, UnsupportedModel
-from lisa.metal import NONE, Kernels, Packed, head_argmax, head_topk
+from lisa.metal import NONE, Kernels, Packed, head_argmax, head_topk, rows_qmm
 from lisa.state import RecurrentCache, State
 
 FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_5_text")
@@ -187,7 +187,14 @@ class Target:
         return normed
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Normed hiddens [..., H] -> float32 logits [..., vocab]."""
+        """Normed hiddens [..., H] -> float32 logits [..., vocab].
+
+        The kernel leaves them unrounded, as `best` compares them: a greedy text must not depend on who asks for logits.
+        """
+        head = self.packed_head if self.kernels.may_run("rows_qmm", hidden.size // self.hidden) else None
+        wide = hidden.astype(mx.float32)
+        if head is not None and rows_qmm.fits(wide, head):
+            return rows_qmm.rows_qmm(wide, head, kernels=self.kernels)[..., : self.vocab]
         logits: mx.array = self._head.as_linear(hidden) if self._tied else self._head(hidden)
         return logits[..., : self.vocab].astype(mx.float32)
 

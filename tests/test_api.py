@@ -68,6 +68,22 @@ def test_sessions_share_what_their_pacer_learns_and_the_next_load_starts_from_it
         assert _pacers(other)[0] == Fixed(0)
 
 
+def test_a_drafter_whose_loading_is_interrupted_is_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lisa.load(str(folder)) as model:
+        call = model._worker.call
+
+        def interrupted(function: Any) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(model._worker, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.redraft("none")
+        monkeypatch.setattr(model._worker, "call", call)
+        assert model.drafter == "ngram" and model.chat(CHAT, max_tokens=4).read().stats.drafter == "ngram"
+        model.redraft("none")
+        assert model.drafter == "none" and model.chat(CHAT, max_tokens=4).read().stats.drafter == "none"
+
+
 def test_a_given_width_is_kept_and_nothing_is_learnt(folder: Path, pace_file: Path) -> None:
     before = pace_file.read_text() if pace_file.is_file() else ""
     with lisa.load(str(folder), width=2) as model:

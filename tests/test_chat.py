@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,23 @@ def test_a_model_that_cannot_be_had_leaves_the_one_before(
     slash.command(talk, "/model other")
     assert talk.spec == talk.model.name == "other"
     talk.model.close()
+
+
+def test_going_back_to_a_model_keeps_its_sampling_and_another_brings_its_own(talk: Conversation) -> None:
+    chosen = replace(talk.sampling, temperature=0.25, seed=9)
+    talk.sampling = chosen
+    slash.command(talk, "/model bad")
+    assert talk.sampling == chosen
+    slash.command(talk, "/model other")
+    assert talk.sampling == talk.model.sampling != chosen
+    talk.model.close()
+
+
+def test_taking_back_works_whatever_was_said(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("", "\n", "\n\nlate", "one\ntwo"):
+        talk.messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]
+        slash.command(talk, "/undo")
+        assert talk.messages == [] and "taken back: " in capsys.readouterr().err
 
 
 def test_a_retry_that_fails_takes_nothing_away(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,16 @@ def test_the_kernels_compute_what_mlx_does(kind: str) -> None:
     assert set(watch.launches) == expected
 
 
+def test_the_best_token_is_that_of_the_logits_in_every_dtype() -> None:
+    for kind in ("llama", "qwen3"):
+        t = target(kind, emulated(), mx.bfloat16)
+        for seed in range(30):
+            hidden = mx.random.normal((16, 64), key=mx.random.key(seed)).astype(mx.bfloat16)
+            logits = t.head(hidden)
+            assert logits.dtype == mx.float32
+            assert mx.array_equal(t.best(hidden), mx.argmax(logits, axis=-1)), f"{kind}, seed {seed}"
+
+
 def test_a_state_of_pending_rows_is_saved_taken_back_and_restored() -> None:
     t = target("hybrid", emulated())
     tokens = mx.array([(5 * i) % VOCAB for i in range(20)], mx.int32)

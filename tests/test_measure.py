@@ -151,8 +151,9 @@ def test_the_share_of_the_bandwidth_is_of_what_was_measured(loaded: Loaded, monk
     assert found == {"bytes_s": 10**9, "bytes_per_token": size, "percent": round(100 * size * 1000 / 1e9, 1)}
 
 
-def test_the_read_speed_is_one_of_memory() -> None:
-    assert 1e8 < measure.read_speed(1 << 22) < 1e14
+def test_the_read_speed_is_bytes_by_the_best_time() -> None:
+    ticks = iter([0.0, 2.0, 3.0, 3.5, *(float(t) for t in range(10, 40))])
+    assert measure.read_speed(1 << 22, lambda: next(ticks)) == (1 << 22) / 0.5
 
 
 def test_a_context_frontier_is_measured_for_every_arm(loaded: Loaded, prompts: Path) -> None:

@@ -221,8 +221,8 @@ def test_the_embedded_models_files_are_removed(tmp_path: Path, monkeypatch: pyte
 def test_what_a_machine_reads_bounds_plain_decoding(tmp_path: Path) -> None:
     assert bandwidth.known("Apple M4 Pro", tmp_path) == bandwidth.Bandwidth(273e9, "as Apple publishes it")
     assert bandwidth.known("Intel(R) Xeon(R)", tmp_path) is None and bandwidth.known("Apple M99", tmp_path) is None
-    bandwidth.remember("Apple M4 Pro", 250e9, tmp_path)
-    bandwidth.remember("Intel(R) Xeon(R)", 20e9, tmp_path)
+    bandwidth.keep("Apple M4 Pro", 250e9, tmp_path)
+    bandwidth.keep("Intel(R) Xeon(R)", 20e9, tmp_path)
     assert bandwidth.known("Apple M4 Pro", tmp_path) == bandwidth.Bandwidth(250e9, "measured by lisa bench")
     # M4 Pro, Qwen3.8-27B at 4 bits: 14.41 GB of weights and 0.30 GB of state, read and written.
     assert bandwidth.ceiling(273e9, 14_410_000_000, 150_994_944, 65536, 0) == pytest.approx(18.6, abs=0.05)
