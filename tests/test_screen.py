@@ -10,7 +10,9 @@ import re
 import pyte
 import pytest
 
+from lisa import screen
 from lisa.screen import Markdown, Painter, harmless
+from lisa.types import Tokens
 
 TEXT = """# Rivers of Europe
 
@@ -153,3 +155,19 @@ def test_a_resize_in_an_answer_loses_no_word(text: str) -> None:
 
 def test_control_characters_of_a_model_never_reach_the_terminal() -> None:
     assert harmless("a\x1b]0;title\x07b\x9b31mc\r\n\td\x08") == "a]0;titleb31mc\n\td"
+
+
+@pytest.mark.parametrize("columns", [20, 41, 80])
+@pytest.mark.parametrize("thought", ["plain words of thought ", "猫", "a猫b ", "é"])
+def test_a_folded_thought_never_takes_more_than_its_line(
+    thought: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display = Display(10, columns)
+    size = os.terminal_size((columns, 10))
+    monkeypatch.setattr(screen.shutil, "get_terminal_size", lambda *_: size)
+    monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(screen, "say", lambda text, end="\n": display.write(text + end))
+    shown = screen.Screen(thinking="fold")
+    for i in range(60):
+        shown.show(Tokens((i,), reasoning=thought))
+        assert len([line for line in display.lines() if line]) == 1
