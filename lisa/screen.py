@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Literal, TextIO
 
 import typer
-from rich.cells import cell_len
 
 from lisa.types import Progress, Tokens
 
@@ -197,6 +196,8 @@ class Screen:
             self._enter(self._end_thinking, self._dim)
             say(text, end="")
             return
+        from rich.cells import cell_len
+
         self._enter(self._end_fold)
         width = shutil.get_terminal_size().columns - 14
         shown = " ".join(harmless(self.reasoning[-4 * max(1, width) :]).split())[-width:] if width > 0 else ""

@@ -411,7 +411,7 @@ def test_every_option_arrives(run: Run) -> None:
     penalties = "--repetition-penalty 1.1 --presence-penalty .2 --frequency-penalty .3"
     reply = "--max-tokens 5 --system S --stop one --stop two --no-thinking"
     load = "-m some --drafter ngram --width 6 --quantisation 4bit --offline --strict"
-    load += " --drafter-config given.json --drafter-bits 8"
+    load += " --drafter-config given.json --drafter-bits 8 --no-exact --no-kernels"
     no_blas = [] if sys.platform == "darwin" else ["--no-blas"]
     assert run.fake("chat", *f"{sampling} {penalties} {reply} {load}".split(), *no_blas, "hi") == 0
     messages, asked = run.model.asked[0]
@@ -432,6 +432,8 @@ def test_every_option_arrives(run: Run) -> None:
         "quantisation": "4bit",
         "offline": True,
         "strict": True,
+        "exact": False,
+        "kernels": False,
         "blas": not no_blas,
     }
 

@@ -11,7 +11,8 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP
 
 from bench.tiny import elementwise
 from bench.tiny.delta import gated_delta
-from lisa.target import GatedDeltaNet, Hybrid
+from lisa.layers import GatedDeltaNet
+from lisa.target import Hybrid
 
 
 class Packed(NamedTuple):
