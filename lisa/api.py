@@ -383,10 +383,13 @@ class Model:
         return self._worker.unfinished
 
     def _session(self, tokens: tuple[int, ...]) -> Session:
-        if not self._idle:
+        """The idle session that has read most of `tokens`, or a new one: a slot's context is not spent on a prompt that
+        would throw most of it away."""
+        best = max(self._idle, key=lambda session: session.shared(tokens), default=None)
+        foreign = best is not None and 2 * best.shared(tokens) < len(best.tokens)
+        if best is None or (foreign and len(self._idle) < self._worker.slots):
             assert self._loaded is not None
             return self._loaded.engine.session()
-        best = max(self._idle, key=lambda session: session.shared(tokens))
         self._idle.remove(best)
         return best
 

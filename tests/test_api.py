@@ -121,6 +121,25 @@ def test_the_second_turn_reuses_the_first(model: lisa.Model) -> None:
     assert second.stats.cached_tokens == 5 + len(first.ids) - 1
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_as_many_conversations_as_slots_take_turns_and_each_keeps_its_context(folder: Path, slots: int) -> None:
+    with lisa.load(str(folder), slots=slots) as model:
+        talks = [[n, n + 1, n + 2, n + 3, n + 4] for n in range(1, 1 + 10 * slots, 10)]
+        for _ in range(3):
+            for talk in talks:
+                answer = model.generate(talk, max_tokens=4).read()
+                assert answer.stats.cached_tokens == (0 if len(talk) == 5 else len(talk) - 2)
+                talk += [*answer.ids, 7]
+        assert len(model._idle) == slots
+
+
+def test_more_conversations_than_slots_share_the_slots_contexts(folder: Path) -> None:
+    with lisa.load(str(folder), slots=2) as model:
+        for n in range(5):
+            model.generate([10 * n + 1, 2, 3], max_tokens=3).read()
+        assert len(model._idle) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
