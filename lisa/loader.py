@@ -29,7 +29,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """`sampling` are the model's own defaults. `drafter` is the kind that runs, `about` one line on what was loaded."""
+    """`sampling` are the model's own defaults. `drafter` is the kind that runs, `about` one line on what was loaded.
+
+    `options` and `width` are what was asked for, and hold for a later drafter too.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -39,6 +42,8 @@ class Loaded:
     entry: catalog.Entry | None
     drafter: str
     drafter_bytes: int
+    options: pairing.Options
+    width: int | None
 
     @property
     def weights(self) -> int:
@@ -109,12 +114,18 @@ def load(
         target.context = longest
     options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
     engine, paired = _engine(target, folder, entry, drafter, width, options, say, remembered=True)
-    return Loaded(engine, tokenizer, _sampling(folder, entry), name, folder, entry, paired.kind, paired.bytes)
+    sampling = _sampling(folder, entry)
+    return Loaded(engine, tokenizer, sampling, name, folder, entry, paired.kind, paired.bytes, options, width)
 
 
 def redraft(loaded: Loaded, drafter: str, *, width: int | None = None, say: Say | None = None) -> Loaded:
-    """The same target, uncopied, with another drafter and a pacer that has yet to learn."""
-    options = pairing.Options(chunk=loaded.engine.chunk)
+    """The same target, uncopied, with another drafter and a pacer that has yet to learn.
+
+    The options of the load still hold, and its width unless another is given. Raises LisaError as `load` does.
+    """
+    options, width = loaded.options, loaded.width if width is None else width
+    if pairing.place(drafter, loaded.folder, loaded.entry)[0] is None:  # prompt lookup has no matrices and no fields
+        options = replace(options, bits=None, config=None)
     engine, paired = _engine(loaded.engine.target, loaded.folder, loaded.entry, drafter, width, options, say)
     return replace(loaded, engine=engine, drafter=paired.kind, drafter_bytes=paired.bytes)
 
