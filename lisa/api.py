@@ -171,7 +171,7 @@ class Model:
         self._worker = worker
         self._grammars = Grammars(loaded.tokenizer)
         self._vocab = loaded.engine.target.vocab
-        self._budget = Budget(loaded.limit, loaded.weights, loaded.kv_bytes, loaded.state_bytes)
+        self._budget = Budget(*_sizes(loaded))
         self._idle: list[Session] = []  # touched on the worker's thread only
         self.tokenizer = loaded.tokenizer
         self.name = loaded.name
@@ -179,7 +179,7 @@ class Model:
         self.drafter = loaded.drafter
         limits = [limit for limit in (context, loaded.engine.target.context) if limit is not None]
         self.context = min(limits, default=None)
-        self.memory = loaded.weights  # bytes of weights and of idle contexts, as of the last reply
+        self.memory = self._budget.weights  # bytes of weights and of idle contexts, as of the last reply
         self._blas = blas
         self.about = self._about(loaded)
 
@@ -412,7 +412,7 @@ class Model:
             keep_pace(self._loaded)
             self._idle.clear()
             self._loaded, self.drafter = loaded, loaded.drafter
-            self._budget.weights = loaded.weights
+            self._budget.resize(*_sizes(loaded))
             return loaded
 
         self.about = self._about(self._worker.call(redrafted))
@@ -437,6 +437,12 @@ class Model:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _sizes(loaded: Loaded) -> tuple[int, int, int, int]:
+    """For a Budget: the room less the working memory, the weights, a token of context, and a context of none."""
+    room, need = loaded.room, loaded.need
+    return room.bytes - need.working, need.weights + need.drafter, need.kv + need.drafter_kv, need.state
 
 
 def _tool(tool: Mapping[str, Any]) -> Tool:
