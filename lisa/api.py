@@ -349,8 +349,12 @@ class Model:
     def _run(self, request: Request, need: int) -> Generator[Event, None, None]:
         """On the worker's thread: one request on the session that has read most of its prompt."""
         session = self._session(request.tokens)
-        self._fit(need)
         try:
+            self._budget.check(need, self._budget.in_use)
+            if not self._budget.fits(session.nbytes, 0):  # buffers of a longer conversation, and others run by now
+                session = self._new()
+            need = max(need, session.nbytes)
+            self._make_room(need)
             with self._budget.held(need):
                 yield from session.run(request)
         except LisaError:
@@ -359,18 +363,17 @@ class Model:
         # Not after any other error: what a bug has left in doubt is not used again.
         self._keep(session)
 
-    def _fit(self, need: int) -> None:
-        """Caches of earlier conversations give way to a request; what then still does not fit is refused."""
+    def _make_room(self, need: int) -> None:
+        """Caches of earlier conversations give way to a request."""
         while self._idle and not self._budget.fits(need, self._cached()):
             self._idle.pop(0)
-        self._budget.check(need, self._budget.in_use)
 
     def _keep(self, session: Session) -> None:
         self._idle.append(session)
         self.memory = self._budget.weights + self._cached()
 
     def _cached(self) -> int:
-        return sum(session.state.nbytes + session.drafter.nbytes for session in self._idle)
+        return sum(session.nbytes for session in self._idle)
 
     @property
     def alive(self) -> bool:
@@ -388,10 +391,13 @@ class Model:
         best = max(self._idle, key=lambda session: session.shared(tokens), default=None)
         foreign = best is not None and 2 * best.shared(tokens) < len(best.tokens)
         if best is None or (foreign and len(self._idle) < self._worker.slots):
-            assert self._loaded is not None
-            return self._loaded.engine.session()
+            return self._new()
         self._idle.remove(best)
         return best
+
+    def _new(self) -> Session:
+        assert self._loaded is not None
+        return self._loaded.engine.session()
 
     def uncovered(self) -> list[str]:
         """What of the model none of Lisa's kernels computes, and why, a line a reason."""

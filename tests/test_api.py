@@ -218,26 +218,58 @@ def test_load_refuses_what_it_cannot_do(folder: Path, options: dict[str, object]
         lisa.load(str(folder), **options)  # type: ignore[arg-type]
 
 
-def test_contexts_kept_for_reuse_give_way_to_a_request_and_what_still_does_not_fit_is_refused(folder: Path) -> None:
-    with lisa.load(str(folder), drafter="none") as model:
+def test_contexts_kept_for_reuse_give_way_to_a_request(folder: Path) -> None:
+    with lisa.load(str(folder), drafter="none", slots=2) as model:
         budget = model._budget
         model.generate([1, 2, 3], max_tokens=5).read()
-        first = model._idle.pop()
         model.generate([9, 9, 9], max_tokens=5).read()
-        model._idle.append(first)
-        assert model._cached() > 0
-        budget.limit = budget.weights + model._cached() + budget.need(60)
+        first, second = model._idle
+        budget.limit = budget.weights + first.nbytes + second.nbytes
         model.generate([1, 2, 3, 4], max_tokens=50).read()
-        assert len(model._idle) == 2, "there is room, and both are kept"
-        budget.limit = budget.weights + budget.need(60)
+        assert model._idle == [second, first], "there is room, and both are kept"
+        budget.limit -= 1
         model.generate([1, 2, 3, 4], max_tokens=50).read()
         assert model._idle == [first], "the one that was not asked for has given way"
         assert model.memory == budget.weights + model._cached()
+
+
+def test_a_request_that_does_not_fit_is_refused_and_no_context_is_lost(folder: Path) -> None:
+    with lisa.load(str(folder), drafter="none", slots=2) as model:
+        budget = model._budget
+        model.generate([1, 2, 3], max_tokens=5).read()
+        model.generate([9, 9, 9], max_tokens=5).read()
+        kept = list(model._idle)
+        budget.limit = budget.weights + budget.need(60)
         with pytest.raises(MemoryFull, match="may be resident"):
             model.generate([1, 2, 3, 4], max_tokens=90)
-        with budget.held(budget.need(30)), pytest.raises(MemoryFull):
+        with budget.held(budget.need(30)), pytest.raises(MemoryFull, match="may be resident"):
             model.generate([1, 2, 3, 4], max_tokens=50).read()
+        assert {id(session) for session in model._idle} == {id(session) for session in kept}
         assert model.generate([4] * 10, max_tokens=3).read().ids and budget.in_use == 0
+
+
+def test_what_a_request_is_booked_with_is_never_less_than_its_session_holds(folder: Path) -> None:
+    with lisa.load(str(folder), drafter="none") as model:
+        budget = model._budget
+        model.generate([5] * 300, max_tokens=3).read()
+        (long,) = model._idle
+        assert long.nbytes > budget.need(20)
+        reply = iter(model.generate([1, 2, 3], max_tokens=10))
+        next(reply)
+        assert model._worker.call(lambda: budget.in_use) >= long.nbytes
+        assert list(reply)[-1].reason == "length" and budget.in_use == 0  # type: ignore[union-attr]
+        assert model._idle == [long]
+
+
+def test_buffers_that_do_not_fit_beside_what_runs_are_left_and_the_request_is_served(folder: Path) -> None:
+    with lisa.load(str(folder), drafter="none") as model:
+        budget = model._budget
+        model.generate([5] * 300, max_tokens=3).read()
+        (long,) = model._idle
+        budget.limit = budget.weights + long.nbytes
+        with budget.held(budget.need(20)):
+            assert len(model.generate([1, 2, 3], max_tokens=10).read().ids) == 10
+        assert len(model._idle) == 1 and model._idle[0] is not long
 
 
 def test_a_context_smaller_than_the_models_limits_prompt_and_answer(folder: Path) -> None:
