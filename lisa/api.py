@@ -369,7 +369,8 @@ class Model:
             self._idle.pop(0)
 
     def _keep(self, session: Session) -> None:
-        self._idle.append(session)
+        if self._loaded is not None and session.engine is self._loaded.engine:  # else its drafter has been replaced
+            self._idle.append(session)
         self.memory = self._budget.weights + self._cached()
 
     def _cached(self) -> int:
@@ -419,6 +420,7 @@ class Model:
             self._idle.clear()
             self._loaded, self.drafter = loaded, loaded.drafter
             self._budget.resize(*_sizes(loaded))
+            self.memory = self._budget.weights
             return loaded
 
         self.about = self._about(self._worker.call(redrafted))

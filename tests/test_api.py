@@ -248,17 +248,19 @@ def test_a_request_that_does_not_fit_is_refused_and_no_context_is_lost(folder: P
         assert model.generate([4] * 10, max_tokens=3).read().ids and budget.in_use == 0
 
 
-def test_what_a_request_is_booked_with_is_never_less_than_its_session_holds(folder: Path) -> None:
+def test_what_a_request_is_booked_with_is_never_less_than_its_session_holds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with lisa.load(str(folder), drafter="none") as model:
         budget = model._budget
         model.generate([5] * 300, max_tokens=3).read()
         (long,) = model._idle
         assert long.nbytes > budget.need(20)
-        reply = iter(model.generate([1, 2, 3], max_tokens=10))
-        next(reply)
-        assert model._worker.call(lambda: budget.in_use) >= long.nbytes
-        assert list(reply)[-1].reason == "length" and budget.in_use == 0  # type: ignore[union-attr]
-        assert model._idle == [long]
+        booked: list[int] = []
+        held = budget.held
+        monkeypatch.setattr(budget, "held", lambda need: booked.append(need) or held(need))
+        model.generate([1, 2, 3], max_tokens=10).read()
+        assert booked == [long.nbytes] and model._idle == [long] and budget.in_use == 0
 
 
 def test_buffers_that_do_not_fit_beside_what_runs_are_left_and_the_request_is_served(folder: Path) -> None:
@@ -270,6 +272,41 @@ def test_buffers_that_do_not_fit_beside_what_runs_are_left_and_the_request_is_se
         with budget.held(budget.need(20)):
             assert len(model.generate([1, 2, 3], max_tokens=10).read().ids) == 10
         assert len(model._idle) == 1 and model._idle[0] is not long
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_after_a_change_of_drafter_no_request_runs_with_the_old_one(
+    folder: Path, cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lisa.load(str(folder), drafter="ngram", slots=2) as model:
+        assert model._loaded is not None
+        target, both, changed = model._loaded.engine.target, threading.Event(), threading.Event()
+        forward, calls = target.forward, iter(range(1, 1000))
+
+        def gated(*args: Any, **options: Any) -> Any:
+            if next(calls) == 3:  # each of the two has read its prompt
+                both.set()
+                changed.wait(60)
+            return forward(*args, **options)
+
+        monkeypatch.setattr(target, "forward", gated)
+        replies = [model.generate([n, 2, 3], max_tokens=20) for n in (1, 9)]
+        assert both.wait(60)
+        change = threading.Thread(target=model.redraft, args=("none",))
+        change.start()
+        while model._worker._inbox.empty():
+            change.join(0.01)
+        if cancelled:
+            for reply in replies:
+                reply.cancel()
+        changed.set()
+        change.join()
+        for reply in replies:
+            done = list(reply)[-1]
+            assert isinstance(done, lisa.Done) and done.stats.drafter == "ngram", "what runs is not disturbed"
+        assert not model._idle and model._budget.in_use == 0 and model.memory == model._budget.weights
+        for n in (1, 9):
+            assert model.generate([n, 2, 3], max_tokens=20).read().stats.drafter == "none"
 
 
 def test_a_context_smaller_than_the_models_limits_prompt_and_answer(folder: Path) -> None:
