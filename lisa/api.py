@@ -171,7 +171,7 @@ class Model:
         self._worker = worker
         self._grammars = Grammars(loaded.tokenizer)
         self._vocab = loaded.engine.target.vocab
-        self._budget = Budget(loaded.limit, loaded.weights, loaded.kv_bytes, loaded.state_bytes)
+        self._budget = Budget(*_sizes(loaded))
         self._idle: list[Session] = []  # touched on the worker's thread only
         self.tokenizer = loaded.tokenizer
         self.name = loaded.name
@@ -179,7 +179,7 @@ class Model:
         self.drafter = loaded.drafter
         limits = [limit for limit in (context, loaded.engine.target.context) if limit is not None]
         self.context = min(limits, default=None)
-        self.memory = loaded.weights  # bytes of weights and of idle contexts, as of the last reply
+        self.memory = self._budget.weights  # bytes of weights and of idle contexts, as of the last reply
         self._blas = blas
         self.about = self._about(loaded)
 
@@ -349,8 +349,12 @@ class Model:
     def _run(self, request: Request, need: int) -> Generator[Event, None, None]:
         """On the worker's thread: one request on the session that has read most of its prompt."""
         session = self._session(request.tokens)
-        self._fit(need)
         try:
+            self._budget.check(need, self._budget.in_use)
+            if not self._budget.fits(session.nbytes, 0):  # buffers of a longer conversation, and others run by now
+                session = self._new()
+            need = max(need, session.nbytes)
+            self._make_room(need)
             with self._budget.held(need):
                 yield from session.run(request)
         except LisaError:
@@ -359,18 +363,18 @@ class Model:
         # Not after any other error: what a bug has left in doubt is not used again.
         self._keep(session)
 
-    def _fit(self, need: int) -> None:
-        """Caches of earlier conversations give way to a request; what then still does not fit is refused."""
+    def _make_room(self, need: int) -> None:
+        """Caches of earlier conversations give way to a request."""
         while self._idle and not self._budget.fits(need, self._cached()):
             self._idle.pop(0)
-        self._budget.check(need, self._budget.in_use)
 
     def _keep(self, session: Session) -> None:
-        self._idle.append(session)
+        if self._loaded is not None and session.engine is self._loaded.engine:  # else its drafter has been replaced
+            self._idle.append(session)
         self.memory = self._budget.weights + self._cached()
 
     def _cached(self) -> int:
-        return sum(session.state.nbytes + session.drafter.nbytes for session in self._idle)
+        return sum(session.nbytes for session in self._idle)
 
     @property
     def alive(self) -> bool:
@@ -383,12 +387,18 @@ class Model:
         return self._worker.unfinished
 
     def _session(self, tokens: tuple[int, ...]) -> Session:
-        if not self._idle:
-            assert self._loaded is not None
-            return self._loaded.engine.session()
-        best = max(self._idle, key=lambda session: session.shared(tokens))
+        """The idle session that has read most of `tokens`, or a new one: a slot's context is not spent on a prompt that
+        would throw most of it away."""
+        best = max(self._idle, key=lambda session: session.shared(tokens), default=None)
+        foreign = best is not None and 2 * best.shared(tokens) < len(best.tokens)
+        if best is None or (foreign and len(self._idle) < self._worker.slots):
+            return self._new()
         self._idle.remove(best)
         return best
+
+    def _new(self) -> Session:
+        assert self._loaded is not None
+        return self._loaded.engine.session()
 
     def uncovered(self) -> list[str]:
         """What of the model none of Lisa's kernels computes, and why, a line a reason."""
@@ -415,7 +425,8 @@ class Model:
             keep_pace(self._loaded)
             self._idle.clear()
             self._loaded, self.drafter = loaded, loaded.drafter
-            self._budget.weights = loaded.weights
+            self._budget.resize(*_sizes(loaded))
+            self.memory = self._budget.weights
             return loaded
 
         try:
@@ -444,6 +455,12 @@ class Model:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _sizes(loaded: Loaded) -> tuple[int, int, int, int]:
+    """For a Budget: the room less the working memory, the weights, a token of context, and a context of none."""
+    room, need = loaded.room, loaded.need
+    return room.bytes - need.working, need.weights + need.drafter, need.kv + need.drafter_kv, need.state
 
 
 def _tool(tool: Mapping[str, Any]) -> Tool:

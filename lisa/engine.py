@@ -83,6 +83,11 @@ class Session:
             if self.state.opened:
                 self.state.commit(0)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory this timeline holds; going back frees none of them."""
+        return self.state.nbytes + self.drafter.nbytes
+
     def shared(self, tokens: tuple[int, ...]) -> int:
         """Length of the prefix of `tokens` that this timeline begins with."""
         return _common(self.tokens, tokens)

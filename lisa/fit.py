@@ -123,7 +123,7 @@ def of_config(config: Mapping[str, Any], size: int, machine: Machine, kv_bits: i
     element = 2 if machine.metal else 4
     if not machine.metal and "quantization" not in config and config.get("dtype") != "float32":
         size *= _WIDER
-    per_number = element if kv_bits is None else kv_bits / 8 + 2 * element / 64  # a scale and a bias for 64 numbers
+    per_number = _per_number(element, kv_bits)
     with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # a config that lacks these is refused later
         attention, recurrent = _layers(text)
         state = recurrent * _state(text, element) if recurrent else 0
@@ -131,13 +131,19 @@ def of_config(config: Mapping[str, Any], size: int, machine: Machine, kv_bits: i
     return Need(size)
 
 
-def with_drafter(need: Need, config: Mapping[str, Any], size: int, machine: Machine) -> Need:
-    """`need` and a drafter of that config.json and `size`."""
+def with_drafter(need: Need, config: Mapping[str, Any], size: int, machine: Machine, bits: int | None = None) -> Need:
+    """`need` and a drafter of that config.json and `size` at 16 bits, its matrices packed to `bits`."""
+    element = 2 if machine.metal else 4
     layer = config.get("transformer_layer_config", config.get("config", config))
     kv = 0
     with suppress(KeyError, TypeError, ZeroDivisionError):
-        kv = int(layer["num_hidden_layers"] * _kv_numbers(layer) * (2 if machine.metal else 4))
-    return replace(need, drafter=size * (1 if machine.metal else _WIDER), drafter_kv=kv)
+        kv = int(layer["num_hidden_layers"] * _kv_numbers(layer) * element)
+    return replace(need, drafter=int(size / 2 * _per_number(element, bits)), drafter_kv=kv)
+
+
+def _per_number(element: int, bits: int | None) -> float:
+    """Bytes of a number: `element` as it is; packed, `bits` and its share of a scale and a bias for 64 numbers."""
+    return element if bits is None else bits / 8 + 2 * element / 64
 
 
 def _layers(text: Mapping[str, Any]) -> tuple[int, int]:

@@ -31,7 +31,8 @@ Say = Callable[[str], None]
 class Loaded:
     """`sampling` are the model's own defaults. `drafter` is the kind that runs, `about` one line on what was loaded.
 
-    `offline` holds for what is loaded later too, such as another drafter.
+    `options` and `width` are what was asked for, and hold for a later drafter too. `need` is what target and drafter
+    take of the `room`.
     """
 
     engine: Engine
@@ -42,29 +43,10 @@ class Loaded:
     entry: catalog.Entry | None
     drafter: str
     drafter_bytes: int
-    offline: bool = False
-
-    @property
-    def weights(self) -> int:
-        """Bytes of the weights, the drafter's included."""
-        return self.engine.target.nbytes + self.drafter_bytes
-
-    @property
-    def limit(self) -> int:
-        """Bytes that may be resident: what Metal recommends, or most of a computer's memory."""
-        if mx.default_device() == mx.gpu:
-            return int(mx.device_info()["max_recommended_working_set_size"])
-        return int(0.9 * machine().memory)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of attention cache for each token of context."""
-        return self.engine.target.kv_bytes
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a context whatever its length, as the catalogue says."""
-        return self.entry.memory.state_bytes if self.entry else 0
+    options: pairing.Options
+    width: int | None
+    need: fit.Need
+    room: fit.Room
 
     @property
     def about(self) -> str:
@@ -105,22 +87,34 @@ def load(
     folder, name = _folder(spec, entry, quantisation, offline, say)
     _check_target(folder, name, spec)
     tokenizer = load_tokenizer(folder)
-    drafter, longest = _fit(name, folder, entry, drafter, kv_bits, say)
+    options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
+    alone = fit.of_config(hub.read_json(folder / "config.json"), _size(folder), machine(), kv_bits)
+    room = fit.room(machine(), _recommended())
+    drafter, longest = _fit(name, alone, room, folder, entry, drafter, options, say)
     target = Target.load(folder, name=name, vocab=tokenizer.vocab, kv_bits=kv_bits)
     if kernels:
         target.use(selfcheck.choose(target, of_this_machine(), exact=exact, say=say))
     if longest is not None and (target.context is None or longest < target.context):
         target.context = longest
-    options = pairing.Options(drafter_bits, drafter_config, chunk, offline)
     engine, paired = _engine(target, folder, entry, drafter, width, options, say, remembered=True)
-    return Loaded(engine, tokenizer, _sampling(folder, entry), name, folder, entry, paired.kind, paired.bytes, offline)
+    need = _beside(alone, paired.folder, options)
+    sampling, kind, size = _sampling(folder, entry), paired.kind, paired.bytes
+    return Loaded(engine, tokenizer, sampling, name, folder, entry, kind, size, options, width, need, room)
 
 
 def redraft(loaded: Loaded, drafter: str, *, width: int | None = None, say: Say | None = None) -> Loaded:
-    """The same target, uncopied, with another drafter and a pacer that has yet to learn."""
-    options = pairing.Options(chunk=loaded.engine.chunk, offline=loaded.offline)
-    engine, paired = _engine(loaded.engine.target, loaded.folder, loaded.entry, drafter, width, options, say)
-    return replace(loaded, engine=engine, drafter=paired.kind, drafter_bytes=paired.bytes)
+    """The same target, uncopied, with another drafter and a pacer that has yet to learn.
+
+    The options of the load still hold, and its width unless another is given. Raises LisaError as `load` does.
+    """
+    options, width = loaded.options, loaded.width if width is None else width
+    folder, entry, alone = loaded.folder, loaded.entry, loaded.need.alone()
+    drafter, _ = _fit(loaded.name, alone, loaded.room, folder, entry, drafter, options, say)
+    if pairing.place(drafter, folder, entry)[0] is None:  # a plain drafter has no matrices and no fields
+        options = replace(options, bits=None, config=None)
+    engine, paired = _engine(loaded.engine.target, folder, entry, drafter, width, options, say)
+    need = _beside(alone, paired.folder, options)
+    return replace(loaded, engine=engine, drafter=paired.kind, drafter_bytes=paired.bytes, need=need)
 
 
 def _engine(
@@ -200,28 +194,39 @@ def _folder(
 
 
 def _fit(
-    name: str, folder: Path, entry: catalog.Entry | None, drafter: str, kv_bits: int | None, say: Say | None
+    name: str,
+    alone: fit.Need,
+    room: fit.Room,
+    folder: Path,
+    entry: catalog.Entry | None,
+    drafter: str,
+    options: pairing.Options,
+    say: Say | None,
 ) -> tuple[str, int | None]:
     """The drafter there is room for, and the longest context there is room for (None: as long as the model's).
 
-    Raises DoesNotFit before any weight is read.
+    `alone` is what the target takes. Raises DoesNotFit before any weight is read.
     """
-    has = machine()
-    room = fit.room(has, _recommended())
-    need = fit.of_config(hub.read_json(folder / "config.json"), _size(folder), has, kv_bits)
     place, announced = pairing.place(drafter, folder, entry)
-    if place is not None:
-        config = hub.read_json(place / "config.json") if (place / "config.json").is_file() else {}
-        need = fit.with_drafter(need, config, _size(place) or announced, has)
-        if drafter == "auto" and not need.fits(room) and need.alone().fits(room, fit.SMALLEST):
-            if say is not None:
-                say(f"the trained drafter is left out: with it {need.words(fit.CONTEXT)} would be needed")
-            drafter, need = "ngram", need.alone()
-    fit.check(name, need, room, entry, has)
+    need = _beside(alone, place, options, announced)
+    unnamed = drafter.removesuffix(pairing.LOOKUP) == "auto"
+    if unnamed and not need.fits(room) and place is not None and alone.fits(room, fit.SMALLEST):
+        if say is not None:
+            say(f"the trained drafter is left out: with it {need.words(fit.CONTEXT)} would be needed")
+        drafter, need = "ngram", alone
+    fit.check(name, need, room, entry, machine())
     longest = need.longest(room)
     if say is not None and longest is not None and longest < fit.CONTEXT:
         say(f"there is room for {longest} tokens of context in {room.name}, {gigabytes(room.bytes)}")
     return drafter, longest
+
+
+def _beside(alone: fit.Need, place: Path | None, options: pairing.Options, announced: int = 0) -> fit.Need:
+    """What the target takes and the drafter in the folder `place`, which may be yet to be fetched."""
+    if place is None:
+        return alone
+    config = hub.read_json(place / "config.json") if (place / "config.json").is_file() else {}
+    return fit.with_drafter(alone, config, _size(place) or announced, machine(), options.bits)
 
 
 def _size(folder: Path) -> int:

@@ -47,11 +47,15 @@ class Budget:
     """
 
     def __init__(self, limit: int, weights: int, kv_bytes: int, state_bytes: int):
+        self.in_use = 0
+        self.resize(limit, weights, kv_bytes, state_bytes)
+
+    def resize(self, limit: int, weights: int, kv_bytes: int, state_bytes: int) -> None:
+        """Other weights and other contexts from now on; what runs stays booked as it was."""
         self.limit = limit
         self.weights = weights
         self._kv_bytes = kv_bytes
         self._state_bytes = state_bytes
-        self.in_use = 0
 
     def need(self, tokens: int) -> int:
         """Bytes of a context of `tokens`."""

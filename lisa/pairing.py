@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,15 @@ from lisa.types import Drafter
 
 Say = Callable[[str], None]
 
-_LOOKUP = "+ngram"
+LOOKUP = "+ngram"
 
 
 @dataclass(frozen=True)
 class Pairing:
     """`kind` with "+ngram" where prompt lookup stands in front; `why` it was chosen; `new` makes a session's drafter.
 
-    `bytes` of weights the drafter adds. `words` are lines for the user: where values came from, and warnings.
+    `bytes` of weights are in the learned drafter's `folder`. `words` are lines for the user: where values came from,
+    and warnings.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Pairing:
     new: Callable[[], Drafter]
     bytes: int = 0
     words: tuple[str, ...] = ()
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,13 @@ def pair(
     """
     if options.bits not in (None, 4, 8):
         raise UsageError(f"a drafter can be packed to 8 or 4 bits, not {options.bits}")
-    name, lookup = asked.removesuffix(_LOOKUP), asked.endswith(_LOOKUP)
+    name, lookup = asked.removesuffix(LOOKUP), asked.endswith(LOOKUP)
     if lookup and name in (*PLAIN, ""):
         raise UsageError(f"{asked!r}: prompt lookup goes in front of a learned drafter; ngram alone is --drafter ngram")
     chosen = _named(name, target, folder, entry, options, say)
     if not lookup or chosen.kind in PLAIN:
         return chosen
-    return Pairing(chosen.kind + _LOOKUP, chosen.why, lambda: Composed(chosen.new()), chosen.bytes, chosen.words)
+    return replace(chosen, kind=chosen.kind + LOOKUP, new=lambda: Composed(chosen.new()))
 
 
 def place(asked: str, folder: Path, entry: catalog.Entry | None) -> tuple[Path | None, int]:
@@ -84,7 +86,7 @@ def place(asked: str, folder: Path, entry: catalog.Entry | None) -> tuple[Path |
 
     A folder that is not there yet for one still to be fetched; None where no learned drafter is asked for.
     """
-    name = asked.removesuffix(_LOOKUP)
+    name = asked.removesuffix(LOOKUP)
     if name in PLAIN:
         return None, 0
     sources = [*_beside(folder), *_catalogued(entry)]
@@ -180,7 +182,7 @@ def _load(source: _Source, target: Target, options: Options, say: Say | None) ->
     if model.warning:
         words.append(model.warning)
     size = sum(file.stat().st_size for file in resolved.path.glob("*.safetensors"))
-    return Pairing(checkpoint.kind, source.why, model.new, size, tuple(words))
+    return Pairing(checkpoint.kind, source.why, model.new, size, tuple(words), resolved.path)
 
 
 def _bounds(name: str, model: Any, target: Target) -> Iterator[str]:

@@ -233,14 +233,6 @@ class Target:
         ).astype(mx.float32)
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes that a token of context takes in the attention caches, an upper bound where they are packed."""
-        heads, hidden = int(self.config["num_attention_heads"]), self.hidden
-        size = self.config.get("head_dim") or hidden // heads
-        held = 2 * int(self.config.get("num_key_value_heads") or heads) * size
-        return held * self._kinds.count("full") * self.embed(mx.array([0])).dtype.size
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
         parameters = self.model.parameters()  # type: ignore[no-untyped-call]

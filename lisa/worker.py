@@ -157,6 +157,11 @@ class Worker:
         return self._thread.is_alive()
 
     @property
+    def slots(self) -> int:
+        """Jobs that run at once."""
+        return self._slots
+
+    @property
     def unfinished(self) -> int:
         """Jobs that run or wait."""
         return self._unfinished

@@ -18,6 +18,7 @@ from tokenizers_tiny import make_tokenizer
 from lisa.api import Model
 from lisa.blas import use
 from lisa.engine import Engine
+from lisa.fit import Need, Room
 from lisa.pace import Fixed
 from lisa.server.app import make_app
 from lisa.server.desk import Service, Settings
@@ -143,10 +144,8 @@ def scripted(
         name=name,
         drafter="scripted",
         about=f"{name}, a script",
-        weights=1000,
-        limit=limit,
-        kv_bytes=kv_bytes,
-        state_bytes=0,
+        need=Need(1000, kv=kv_bytes),
+        room=Room(limit, "the room"),
     )
     return Model(loaded, Worker(slots, queue, backlog), use())  # type: ignore[arg-type]
 

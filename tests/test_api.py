@@ -137,6 +137,25 @@ def test_the_second_turn_reuses_the_first(model: lisa.Model) -> None:
     assert second.stats.cached_tokens == 5 + len(first.ids) - 1
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_as_many_conversations_as_slots_take_turns_and_each_keeps_its_context(folder: Path, slots: int) -> None:
+    with lisa.load(str(folder), slots=slots) as model:
+        talks = [[n, n + 1, n + 2, n + 3, n + 4] for n in range(1, 1 + 10 * slots, 10)]
+        for _ in range(3):
+            for talk in talks:
+                answer = model.generate(talk, max_tokens=4).read()
+                assert answer.stats.cached_tokens == (0 if len(talk) == 5 else len(talk) - 2)
+                talk += [*answer.ids, 7]
+        assert len(model._idle) == slots
+
+
+def test_more_conversations_than_slots_share_the_slots_contexts(folder: Path) -> None:
+    with lisa.load(str(folder), slots=2) as model:
+        for n in range(5):
+            model.generate([10 * n + 1, 2, 3], max_tokens=3).read()
+        assert len(model._idle) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -215,26 +234,95 @@ def test_load_refuses_what_it_cannot_do(folder: Path, options: dict[str, object]
         lisa.load(str(folder), **options)  # type: ignore[arg-type]
 
 
-def test_contexts_kept_for_reuse_give_way_to_a_request_and_what_still_does_not_fit_is_refused(folder: Path) -> None:
-    with lisa.load(str(folder), drafter="none") as model:
+def test_contexts_kept_for_reuse_give_way_to_a_request(folder: Path) -> None:
+    with lisa.load(str(folder), drafter="none", slots=2) as model:
         budget = model._budget
         model.generate([1, 2, 3], max_tokens=5).read()
-        first = model._idle.pop()
         model.generate([9, 9, 9], max_tokens=5).read()
-        model._idle.append(first)
-        assert model._cached() > 0
-        budget.limit = budget.weights + model._cached() + budget.need(60)
+        first, second = model._idle
+        budget.limit = budget.weights + first.nbytes + second.nbytes
         model.generate([1, 2, 3, 4], max_tokens=50).read()
-        assert len(model._idle) == 2, "there is room, and both are kept"
-        budget.limit = budget.weights + budget.need(60)
+        assert model._idle == [second, first], "there is room, and both are kept"
+        budget.limit -= 1
         model.generate([1, 2, 3, 4], max_tokens=50).read()
         assert model._idle == [first], "the one that was not asked for has given way"
         assert model.memory == budget.weights + model._cached()
+
+
+def test_a_request_that_does_not_fit_is_refused_and_no_context_is_lost(folder: Path) -> None:
+    with lisa.load(str(folder), drafter="none", slots=2) as model:
+        budget = model._budget
+        model.generate([1, 2, 3], max_tokens=5).read()
+        model.generate([9, 9, 9], max_tokens=5).read()
+        kept = list(model._idle)
+        budget.limit = budget.weights + budget.need(60)
         with pytest.raises(MemoryFull, match="may be resident"):
             model.generate([1, 2, 3, 4], max_tokens=90)
-        with budget.held(budget.need(30)), pytest.raises(MemoryFull):
+        with budget.held(budget.need(30)), pytest.raises(MemoryFull, match="may be resident"):
             model.generate([1, 2, 3, 4], max_tokens=50).read()
+        assert {id(session) for session in model._idle} == {id(session) for session in kept}
         assert model.generate([4] * 10, max_tokens=3).read().ids and budget.in_use == 0
+
+
+def test_what_a_request_is_booked_with_is_never_less_than_its_session_holds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lisa.load(str(folder), drafter="none") as model:
+        budget = model._budget
+        model.generate([5] * 300, max_tokens=3).read()
+        (long,) = model._idle
+        assert long.nbytes > budget.need(20)
+        booked: list[int] = []
+        held = budget.held
+        monkeypatch.setattr(budget, "held", lambda need: booked.append(need) or held(need))
+        model.generate([1, 2, 3], max_tokens=10).read()
+        assert booked == [long.nbytes] and model._idle == [long] and budget.in_use == 0
+
+
+def test_buffers_that_do_not_fit_beside_what_runs_are_left_and_the_request_is_served(folder: Path) -> None:
+    with lisa.load(str(folder), drafter="none") as model:
+        budget = model._budget
+        model.generate([5] * 300, max_tokens=3).read()
+        (long,) = model._idle
+        budget.limit = budget.weights + long.nbytes
+        with budget.held(budget.need(20)):
+            assert len(model.generate([1, 2, 3], max_tokens=10).read().ids) == 10
+        assert len(model._idle) == 1 and model._idle[0] is not long
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_after_a_change_of_drafter_no_request_runs_with_the_old_one(
+    folder: Path, cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lisa.load(str(folder), drafter="ngram", slots=2) as model:
+        assert model._loaded is not None
+        target, both, changed = model._loaded.engine.target, threading.Event(), threading.Event()
+        forward, calls = target.forward, iter(range(1, 1000))
+
+        def gated(*args: Any, **options: Any) -> Any:
+            if next(calls) == 3:  # each of the two has read its prompt
+                both.set()
+                changed.wait(60)
+            return forward(*args, **options)
+
+        monkeypatch.setattr(target, "forward", gated)
+        replies = [model.generate([n, 2, 3], max_tokens=20) for n in (1, 9)]
+        assert both.wait(60)
+        change = threading.Thread(target=model.redraft, args=("none",))
+        change.start()
+        while model._worker._inbox.empty():
+            change.join(0.01)
+        if cancelled:
+            for reply in replies:
+                reply.cancel()
+        changed.set()
+        change.join()
+        for reply in replies:
+            done = list(reply)[-1]
+            assert isinstance(done, lisa.Done) and done.stats.drafter == "ngram", "what runs is not disturbed"
+        assert not model._idle and model._budget.in_use == 0 and model.memory == model._budget.weights
+        for n in (1, 9):
+            assert model.generate([n, 2, 3], max_tokens=20).read().stats.drafter == "none"
 
 
 def test_a_context_smaller_than_the_models_limits_prompt_and_answer(folder: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from drafters_tiny import write_drafter
 from folders import write_model
 
+import lisa
 from lisa import catalog, fit, loader
 from lisa.engine import Session
 from lisa.errors import DoesNotFit
@@ -169,11 +170,60 @@ def test_a_drafter_nobody_named_is_left_out_where_it_does_not_fit(
 ) -> None:
     plain = loader.load(str(folder), drafter="none")
     write_drafter(folder / "drafters" / "dspine", "dspine", plain.tokenizer.vocab)
-    assert loader.load(str(folder)).drafter == "dspine"
+    assert loader.load(str(folder)).drafter == "dspine" and loader.load(str(folder), drafter="auto+ngram").need.drafter
     small_room(monkeypatch, needs(folder).at(fit.CONTEXT) + 1000)
     said: list[str] = []
     assert loader.load(str(folder), say=said.append).drafter == "ngram"
     assert said[0].startswith("the trained drafter is left out: with it ")
+    assert loader.load(str(folder), drafter="auto+ngram").drafter == "ngram"
+    assert loader.redraft(plain, "auto").drafter == "dspine", "in the room it was loaded in"
+    assert loader.redraft(loader.load(str(folder), drafter="none"), "auto").drafter == "ngram"
     monkeypatch.setattr(fit, "SMALLEST", fit.CONTEXT)
     with pytest.raises(DoesNotFit, match="what fits: --drafter ngram"):
         loader.load(str(folder), drafter="dspine")
+    with pytest.raises(DoesNotFit, match="what fits: --drafter ngram"):
+        loader.redraft(loader.load(str(folder), drafter="none"), "dspine")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_bits": 4}, {"drafter": "dspine"}, {"drafter": "eagle", "drafter_bits": 8}]
+)
+def test_the_budget_grants_the_context_that_was_found_to_fit_and_not_a_token_more(
+    kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "tiny", kind)
+    options = {"drafter": "none"} | options
+    if options["drafter"] != "none":
+        vocab = loader.load(str(folder)).tokenizer.vocab
+        write_drafter(folder / "drafters" / "one", options["drafter"], vocab, num_hidden_layers=1)
+    need = loader.load(str(folder), **options).need
+    assert bool(need.drafter and need.drafter_kv) == (options["drafter"] != "none")
+    small_room(monkeypatch, need.at(2000))
+    with lisa.load(str(folder), **options) as model:
+
+        def grants(tokens: int) -> bool:
+            return model._budget.fits(model._budget.need(tokens), 0)
+
+        assert grants(2000) and not grants(2001)
+        model.redraft("none")
+        longest = need.alone().longest(fit.Room(need.at(2000), ""))
+        assert longest and grants(longest) and not grants(longest + 1)
+
+
+def test_only_the_drafter_that_runs_is_counted(folder: Path) -> None:
+    vocab = loader.load(str(folder), drafter="none").tokenizer.vocab
+    write_drafter(folder / "drafters" / "one", "dspine", vocab, mask_token_id=None)
+    passed_over = loader.load(str(folder))
+    assert passed_over.drafter == "ngram" and passed_over.need == passed_over.need.alone()
+    write_drafter(folder / "drafters" / "two", "eagle", vocab)
+    assert loader.load(str(folder)).need == loader.load(str(folder), drafter="eagle").need
+
+
+def test_a_packed_drafter_counts_its_scales() -> None:
+    alone, config = fit.Need(GB), {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    assert fit.with_drafter(alone, config, GB, MAC) == fit.Need(GB, drafter=GB, drafter_kv=2 * 2 * 4 * 8 * 2)
+    assert fit.with_drafter(alone, config, GB, MAC, bits=4).drafter == int(GB / 4 * (1 + 2 / 16))
+    cpu = Machine(False, 64 * GB)
+    assert fit.with_drafter(alone, config, GB, cpu).drafter == 2 * GB
+    assert fit.with_drafter(alone, config, GB, cpu, bits=8).drafter == int(GB / 2 * (1 + 1 / 8))

@@ -16,9 +16,10 @@ from folders import write_model
 from mlx.utils import tree_flatten
 
 import lisa
-from lisa import catalog
+from lisa import catalog, pairing
 from lisa.errors import BadDrafter, NotCached, UsageError
-from lisa.loader import load
+from lisa.loader import load, redraft
+from lisa.pace import Fixed
 from lisa.pairing import Options, pair
 from lisa.tokenizer import load_tokenizer
 
@@ -227,3 +228,34 @@ def test_a_drafter_can_be_packed_at_load(model: Path, tmp_path: Path, vocab: int
         with lisa.load(str(model), **options) as loaded:  # type: ignore[arg-type]
             texts.append(loaded.generate([1, 2, 3], max_tokens=9).read().ids)
     assert texts[0] == texts[1]
+
+
+def test_F1_offline_holds_for_a_later_drafter_too(model: Path, environment: None, no_network: None) -> None:
+    loaded = load(str(model), drafter="none", offline=True)
+    with pytest.raises(NotCached, match="offline"):
+        redraft(loaded, "somebody/drafter")
+
+
+@pytest.mark.parametrize("between", ["none", "ngram", "auto"])
+def test_what_was_asked_of_drafters_at_load_holds_for_later_ones(
+    model: Path, tmp_path: Path, vocab: int, between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, fields = write_drafter(tmp_path / "drafter", "dspine", vocab), tmp_path / "fields.json"
+    fields.write_text('{"block_size": 4}')
+    asked: list[Options] = []
+
+    def noted(name: str, target: Any, folder: Path, entry: Any, options: Options, say: Any = None) -> Any:
+        asked.append(options)
+        return pair(name, target, folder, entry, options, say)
+
+    monkeypatch.setattr(pairing, "pair", noted)
+    loaded = load(
+        str(model), drafter=str(folder), drafter_bits=4, drafter_config=fields, width=2, chunk=32, offline=True
+    )
+    plain = redraft(loaded, between)
+    assert plain.drafter in ("none", "ngram")
+    later = redraft(plain, str(folder))
+    assert asked[0] == asked[-1] == Options(4, fields, 32, True)
+    assert later.engine.chunk == 32 and later.engine.pacer() == Fixed(2)
+    assert later.engine.drafter().width == 3, "three slots behind the anchor"
+    assert redraft(plain, str(folder), width=1).engine.pacer() == Fixed(1)
