@@ -16,10 +16,13 @@ import httpx
 import pytest
 from serving import CHAT, XML_TEMPLATE, running, scripted
 
-from lisa.api import Model
+from lisa.api import Model, Reply
 from lisa.errors import UsageError
-from lisa.server.desk import Service, Settings
+from lisa.server.app import _Completions, make_app
+from lisa.server.completions import CompletionRequest, completion_prompts
+from lisa.server.desk import Desk, Service, Settings
 from lisa.server.guard import Limits, depth
+from lisa.server.metrics import Metrics
 from lisa.server.run import bind, read_key
 from lisa.types import Sampling
 
@@ -553,6 +556,73 @@ def test_a_client_that_goes_away_ends_its_work_and_frees_its_slot(folder: Path, 
         again = client.post("/v1/chat/completions", json=BODY).json()["choices"][0]["message"]["content"]
         assert again == alone, "the prefix cache is sound"
         answers(client)
+
+
+async def taken_at_once() -> None:
+    pass
+
+
+async def taken_in_a_turn() -> None:
+    await asyncio.sleep(0)
+
+
+async def never_taken() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("taking", [taken_at_once, taken_in_a_turn, never_taken])
+def test_a_client_gone_before_its_stream_began_is_neither_decoded_for_nor_written_to(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, route: str, taking: Callable[[], Any]
+) -> None:
+    gate = Gate()
+    model = scripted(folder, lambda c: LONG, gate=gate)
+    gate.open.clear()
+    replies: list[Reply] = []
+    for name in ("chat", "generate"):
+        real = getattr(model, name)
+        monkeypatch.setattr(model, name, lambda *a, real=real, **o: replies.append(real(*a, **o)) or replies[-1])
+    arriving = [
+        {"type": "http.request", "body": json.dumps(ROUTES[route] | {"stream": True}).encode(), "more_body": False}
+    ]
+
+    async def receive() -> Any:
+        return arriving.pop(0) if arriving else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await taking()
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    scope = {
+        "type": "http", "method": "POST", "path": route, "raw_path": route.encode(), "query_string": b"",
+        "headers": headers, "root_path": "", "scheme": "http", "http_version": "1.1", "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80), "asgi": {"version": "3.0"},
+    }  # fmt: skip
+    try:
+        # Nothing can have been read: the model has not got past its first forward when the request is over.
+        asyncio.run(make_app(Service(model), Settings())(scope, receive, send))
+        assert [reply._job.cancelled for reply in replies] == [True] and model.unfinished == 1
+    finally:
+        gate.open.set()
+        model.close()
+
+
+def test_a_later_prompt_of_a_completion_is_ended_like_the_first(folder: Path) -> None:
+    model, replies = scripted(folder, lambda c: "Hello!"), []
+    real = model.generate
+    model.generate = lambda *a, **o: replies.append(real(*a, **o)) or replies[-1]  # type: ignore[method-assign]
+    body = CompletionRequest(model="scripted", prompt=["a>", "b>"], stream=True, echo=True)
+    runs = _Completions(Desk(Service(model), Settings(), Metrics(lambda: 0.0)), model, body, completion_prompts(body))
+
+    async def leave_at_the_second() -> None:
+        stream = runs.stream(await runs.begin(0))
+        while len(replies) < 2:
+            await stream.__anext__()
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert [reply._job.cancelled for reply in replies] == [True, True]
+
+    asyncio.run(leave_at_the_second())
+    model.close()
 
 
 def test_a_reader_that_stops_reading_is_ended_and_others_go_on(folder: Path) -> None:
