@@ -113,7 +113,7 @@ def serve(listening: socket.socket, load: Callable[[], Model], settings: Setting
         raise failure[0]
     say("stopped")
     if loading.is_alive():
-        # Loading can take minutes and cannot be interrupted, and MLX aborts a process that ends in order under its work.
+        # Loading may take minutes and cannot be interrupted; MLX aborts a process that ends in order under its work.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -143,7 +143,7 @@ async def frames(
     watch: Watch,
     stops: Sequence[Awaitable[Problem]] = (),
     tint: Tint | None = None,
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """A whole reply: something at once, then what comes; an error that comes late is an event, and then the end."""
     try:
         for item in writer.opening():
