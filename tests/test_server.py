@@ -7,7 +7,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,12 +18,16 @@ from serving import CHAT, XML_TEMPLATE, running, scripted
 
 from lisa.api import Model, Reply
 from lisa.errors import UsageError
+from lisa.server.anthropic import MessagesRequest, messages_ask
 from lisa.server.app import _Completions, make_app
 from lisa.server.completions import CompletionRequest, completion_prompts
 from lisa.server.desk import Desk, Service, Settings
 from lisa.server.guard import Limits, depth
 from lisa.server.metrics import Metrics
+from lisa.server.openai import ChatRequest, chat_ask
+from lisa.server.problem import Problem
 from lisa.server.run import bind, read_key
+from lisa.server.turn import Nature
 from lisa.types import Sampling
 
 BODY: dict[str, Any] = {"model": "scripted", "messages": CHAT}
@@ -640,7 +644,7 @@ def test_a_reader_that_stops_reading_is_ended_and_others_go_on(folder: Path) -> 
 def test_E15_requests_that_join_and_leave_get_what_they_get_alone(folder: Path) -> None:
     def script(conversation: str) -> str:
         name = conversation.rsplit("user\n", 1)[-1][:6]
-        return f"{name} says: " + " and".join(f"{i}{name}" for i in range(len(name) + hash(name) % 3))
+        return f"{name} says: " + " and".join(f"{i}{name}" for i in range(len(name) + sum(name.encode()) % 3))
 
     model = scripted(folder, script, slots=8, right=3, wrong=2)
     with running(model) as address, httpx.Client(base_url=address, timeout=WAIT) as client:
@@ -779,3 +783,79 @@ def test_the_template_of_a_thinking_model_decides_what_thinking_options_do(folde
         assert "reasoning_content" not in message(chat_template_kwargs={"enable_thinking": False})
         assert message(reasoning_effort="low")["reasoning_content"] == "hm\n"
         assert message(thinking_budget=1)["reasoning_content"].strip() == "h"
+
+
+THINKER = Nature(True, lambda name: name == "enable_thinking")
+
+
+def asked(nature: Nature, body: Mapping[str, Any]) -> Mapping[str, Any] | int:
+    """The options a request reaches Model.chat with, or the status it is refused with."""
+    try:
+        if "max_tokens" in body:
+            return messages_ask(MessagesRequest.model_validate(body), nature).options
+        return chat_ask(ChatRequest.model_validate(body), nature).options
+    except Problem as error:
+        return error.status
+
+
+@pytest.mark.parametrize("effort", [None, "none", "minimal", "low", "medium", "high", "xhigh"])
+@pytest.mark.parametrize("enable", [None, True, False])
+@pytest.mark.parametrize("budget", [None, 0, 5, 5000])
+def test_what_a_chat_says_of_thinking_outright_is_done_and_what_contradicts_is_refused(
+    effort: str | None, enable: bool | None, budget: int | None
+) -> None:
+    more = {"reasoning_effort": effort, "thinking_budget": budget}
+    got = asked(THINKER, BODY | more | {"chat_template_kwargs": {"enable_thinking": enable}})
+    wanted = [on for on in (enable, None if effort is None else effort != "none") if on is not None]
+    if len(set(wanted)) == 2:
+        assert got == 400
+        return
+    assert isinstance(got, Mapping) and got.get("thinking") == (wanted[0] if wanted else None)
+    of_effort = {"minimal": 256, "low": 1024, "medium": 8192}.get(effort or "")
+    assert got.get("thinking_budget") == (of_effort if budget is None else budget)
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high", "xhigh", "max"])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_an_effort_of_messages_means_something_only_where_thinking_is_on(effort: str, thinks: bool) -> None:
+    nature = Nature(thinks, THINKER.reads)
+    body = ROUTES["/v1/messages"]
+    with_effort = body | {"output_config": {"effort": effort}}
+    for off in ({}, {"thinking": {"type": "disabled"}}):
+        assert asked(nature, with_effort | off) == asked(nature, body | off) != 400
+    on = asked(nature, with_effort | {"thinking": {"type": "enabled", "budget_tokens": 77}})
+    adaptive = asked(nature, with_effort | {"thinking": {"type": "adaptive"}})
+    if not thinks:
+        assert on == adaptive == 400
+        return
+    assert isinstance(on, Mapping) and isinstance(adaptive, Mapping)
+    assert on["thinking"] is adaptive["thinking"] is True and on["thinking_budget"] == 77
+    assert adaptive.get("thinking_budget") == {"low": 1024, "medium": 8192}.get(effort)
+
+
+MALFORMED: list[Any] = [
+    {"required": True}, {"required": "a"}, {"required": [5, {}]}, {"properties": 5}, {"properties": [1]},
+    {"$defs": 5, "properties": {"a": {"$ref": "#/$defs/A"}}}, {"definitions": [], "properties": {"a": True}},
+    {"$defs": {"A": {"$ref": "#/$defs/A"}}, "properties": {"a": {"$ref": "#/$defs/A"}}}, {"type": 5},
+    *({"properties": {"a": schema}, "required": ["a"]} for schema in (
+        5, None, "x", [], {"type": 5}, {"type": [5, None]}, {"type": []}, {"type": "zzz"}, {"enum": 5}, {"enum": []},
+        {"enum": [[], {}]}, {"anyOf": 5}, {"oneOf": {"a": 1}}, {"anyOf": [5, None]}, {"anyOf": "x"}, {"$ref": 5},
+        {"$ref": "#/$defs/none"}, {"$ref": "#/"}, {"type": "array", "items": {"$ref": "#/$defs/none"}},
+        {"type": "integer", "minimum": "x"}, {"type": "object", "required": True}, {"type": "object", "properties": 5},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("xml", [True, False])
+def test_no_schema_of_a_tool_is_a_bug_of_the_servers(folder: Path, xml: bool) -> None:
+    template = XML_TEMPLATE if xml else "{{ tools }}{% for m in messages %}{{ m.role }}\n{{ m.content }}{% endfor %}"
+    model = scripted(folder, lambda c: "Hello!", template=template)
+    assert model.calls == ("xml" if xml else "json")
+    with running(model) as address, httpx.Client(base_url=address, timeout=WAIT) as client:
+        for parameters in MALFORMED:
+            for more in ({}, {"tool_choice": "required"}):
+                function = {"name": "f", "parameters": parameters, "strict": bool(more)}
+                body = BODY | more | {"tools": [{"type": "function", "function": function}], "max_tokens": 2}
+                got = client.post("/v1/chat/completions", json=body)
+                assert got.status_code in (200, 400), (parameters, more, got.text)
+                assert got.status_code == 200 or more, "free to be wrong where nothing is enforced"
