@@ -63,24 +63,28 @@ def _json_rules(i: int, tool: Tool) -> list[str]:
 
 
 def _xml_rules(i: int, tool: Tool) -> list[str]:
-    required = tool.parameters.get("required") or []
+    given = tool.parameters.get("required")
+    required = given if isinstance(given, list) else []
+    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
     rules, members = [], []
     for j, (key, schema) in enumerate(tool.properties.items()):
         name = f"p_{i}_{j}"
         members.append(name if key in required else f"{name}?")
-        rules += _parameter_rules(name, key, schema)
+        rules += _parameter_rules(name, key, schema, shared)
     head, tail = json.dumps(f"\n<function={tool.name}>\n"), json.dumps("</function>\n")
     return [f"call_{i}: {head} {' '.join(members)} {tail}", *rules]
 
 
-def _parameter_rules(name: str, key: str, schema: Any) -> list[str]:
+def _parameter_rules(name: str, key: str, schema: Any, shared: Mapping[str, Any]) -> list[str]:
     head, tail = json.dumps(f"<parameter={key}>\n"), json.dumps("\n</parameter>\n")
     enum = schema.get("enum") if isinstance(schema, Mapping) else None
-    if isinstance(enum, list) and enum and all(isinstance(value, str) for value in enum):
-        return [f"{name}: {head} ({' | '.join(map(json.dumps, enum))}) {tail}"]
-    if types_of(schema) <= {"string"}:
+    if isinstance(enum, list) and enum and not any(isinstance(value, list | dict) for value in enum):
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in enum]
+        return [f"{name}: {head} ({' | '.join(map(json.dumps, texts))}) {tail}"]
+    types = types_of(schema)
+    if not types or "string" in types:  # text stands without JSON's quotes
         return [f"{name}: {head} {name}_v", f"{name}_v[suffix={tail}]: /(.|\\n)*/"]
-    return [f"{name}: {head} {name}_v {tail}", f"{name}_v: %json {bounded(schema)}"]
+    return [f"{name}: {head} {name}_v {tail}", f"{name}_v: %json {bounded({**shared, **schema})}"]
 
 
 def _schema(tool: Tool) -> Mapping[str, Any]:

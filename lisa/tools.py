@@ -27,6 +27,8 @@ _JSON_TYPES: Mapping[str, Any] = {
     "array": list,
     "object": dict,
 }
+_UNIONS = ("anyOf", "oneOf")
+_MOST_HOPS = 8
 _LONGEST_NAME = 200
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -48,8 +50,12 @@ class Tool:
 
     @cached_property
     def properties(self) -> Mapping[str, Any]:
+        """The parameters' schemas, references in their own place and in that of a union's members resolved."""
         properties = self.parameters.get("properties")
-        return properties if isinstance(properties, Mapping) else {}
+        return {
+            name: _resolved(schema, self.parameters)
+            for name, schema in (properties.items() if isinstance(properties, Mapping) else ())
+        }
 
 
 @dataclass(frozen=True)
@@ -403,6 +409,27 @@ def _loads(text: str, default: Any) -> Any:
         return default
 
 
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    schema = _followed(schema, root)
+    if not isinstance(schema, Mapping):
+        return schema
+    unions = {name: schema[name] for name in _UNIONS if isinstance(schema.get(name), list)}
+    return {**schema, **{name: [_followed(member, root) for member in members] for name, members in unions.items()}}
+
+
+def _followed(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference to a definition of the root's leads to, with what stands beside it; or else `schema`."""
+    for _ in range(_MOST_HOPS):  # references may go in a circle
+        where = schema.get("$ref") if isinstance(schema, Mapping) else None
+        found = regex.fullmatch(r"#/(\$defs|definitions)/([^/]+)", where) if isinstance(where, str) else None
+        shared = root.get(found[1]) if found else None
+        target = shared.get(found[2]) if found and isinstance(shared, Mapping) else None
+        if not isinstance(target, Mapping):
+            break
+        schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
+
+
 def types_of(schema: Any) -> set[str]:
     """The JSON types a schema admits; empty when it does not say."""
     if not isinstance(schema, Mapping):
@@ -414,7 +441,7 @@ def types_of(schema: Any) -> set[str]:
         return {k for k in kind if isinstance(k, str)}
     if isinstance(schema.get("enum"), list):
         return {"string"} if all(isinstance(v, str) for v in schema["enum"]) else set()
-    members = [m for name in ("anyOf", "oneOf") for m in schema.get(name) or () if isinstance(schema.get(name), list)]
+    members = [m for name in _UNIONS if isinstance(schema.get(name), list) for m in schema[name]]
     found = [types_of(member) for member in members]
     return set().union(*found) if all(found) else set()
 

@@ -235,6 +235,68 @@ def test_strict_tools_leave_text_and_calls_free_but_for_the_arguments(
     assert text != wrong
 
 
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+DEFS = {
+    "$defs": {
+        "P": POINT,
+        "Unit": {"type": "string", "enum": ["c", "f"]},
+        "Name": {"type": "string"},
+        "Path": {"type": "array", "items": {"$ref": "#/$defs/P"}},
+        "Again": {"$ref": "#/$defs/P"},
+    },
+    "definitions": {"Old": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fitting", "unfitting"),
+    [
+        ({"type": ["string", "null"]}, ["Oslo", 'Os"lo', "12", None], []),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["Oslo", None], []),
+        ({"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]}, ["12", None], []),
+        ({"type": ["integer", "null"]}, [3, None], ["Oslo"]),
+        ({"type": ["string", "null"], "enum": ["c", None]}, ["c", None], ["x", '"c"']),
+        ({"enum": ["c", 3, True, None]}, ["c", 3, True, None], ["x", 4, False]),
+        ({"enum": [1, 2]}, [1, 2], [3, "x"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/P"}}, [[], [{"x": 1}]], [[1], "x", {"x": 1}]),
+        ({"$ref": "#/$defs/P"}, [{"x": 1}], ["Oslo", 3, [], {"y": 1}]),
+        ({"$ref": "#/$defs/P", "description": "where"}, [{"x": 1}], ["Oslo"]),
+        ({"$ref": "#/$defs/Again"}, [{"x": 1}], ["Oslo"]),
+        ({"$ref": "#/$defs/Path"}, [[{"x": 1}]], ["Oslo", [1]]),
+        ({"$ref": "#/$defs/Unit"}, ["c", "f"], ["x", '"c"']),
+        ({"$ref": "#/$defs/Name"}, ["Oslo", "12", "null"], []),
+        ({"$ref": "#/definitions/Old"}, [12], ["Oslo"]),
+        ({"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]}, [{"x": 1}, None], ["Oslo", 3]),
+    ],
+)
+@pytest.mark.parametrize("form", ["xml", "json"])
+def test_E9_a_value_that_fits_can_be_written_and_is_read_back_and_no_other_can(
+    tokenizer: Tokenizer, grammars: Grammars, form: Any, schema: Any, fitting: list[Any], unfitting: list[Any]
+) -> None:
+    tool = Tool("f", "", {"type": "object", "properties": {"v": schema}, "required": ["v"], **DEFS}, True)
+    grammar = call_grammar([tool], form, grammars.literal, several=False)
+
+    def written(value: Any) -> str:
+        if form == "json":
+            arguments = json.dumps({"v": value}, ensure_ascii=False)
+            return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f"<tool_call>\n<function=f>\n<parameter=v>\n{text}\n</parameter>\n</function>\n</tool_call>"
+
+    def accepted(text: str) -> bool:
+        matcher = grammars.matcher(grammar)
+        return all(matcher.consume_token(token) for token in tokenizer.encode(text)) and bool(matcher.is_accepting())
+
+    for value in fitting:
+        assert accepted(written(value)), value
+        parser = CallParser([tool])
+        pieces = parser.push(written(value)) + parser.finish()
+        arguments = "".join(p.fragment for p in pieces if type(p).__name__ == "Arguments")
+        assert json.loads(arguments) == {"v": value}
+    for value in unfitting:
+        assert not accepted(written(value)), value
+
+
 @pytest.mark.parametrize("form", ["xml", "json"])
 def test_beside_tools_a_schema_leaves_a_call_or_an_answer(tokenizer: Tokenizer, grammars: Grammars, form: Any) -> None:
     grammar = either(call_grammar(TOOLS, form, grammars.literal, several=True), json_grammar(SCHEMA))

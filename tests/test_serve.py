@@ -86,6 +86,37 @@ def test_it_says_where_it_is_answers_and_ends_in_order(folder: Path, number: int
     assert "tiny" in text and "drafter" in text and text.endswith("stopped\n") and "Traceback" not in text
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("busy", ["threading.Event().wait()", "[mx.eval(ones @ ones) for _ in iter(int, 1)]"])
+def test_a_signal_while_the_model_is_loaded_ends_the_process_in_order_and_at_once(number: int, busy: str) -> None:
+    code = f"""
+import threading, mlx.core as mx
+from lisa.server.desk import Settings
+from lisa.server.run import bind, serve, url
+from lisa.worker import Worker
+
+def endless():
+    ones = mx.ones((64, 64))
+    print(url(listening), flush=True)
+    {busy}
+
+listening = bind("127.0.0.1", 0, None)
+serve(listening, lambda: Worker().call(endless), Settings(), print)
+"""
+    loading = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert loading.stdout is not None
+        url = loading.stdout.readline().strip()
+        assert httpx.get(f"{url}/health", timeout=WAIT).json() == {"status": "loading"}
+        loading.send_signal(number)
+        said, errors = loading.communicate(timeout=WAIT)
+    finally:
+        loading.kill()
+    assert (loading.returncode, said, errors) == (0, "stopped\n", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

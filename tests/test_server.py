@@ -7,7 +7,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,11 +16,18 @@ import httpx
 import pytest
 from serving import CHAT, XML_TEMPLATE, running, scripted
 
-from lisa.api import Model
+from lisa.api import Model, Reply
 from lisa.errors import UsageError
-from lisa.server.desk import Service, Settings
+from lisa.server.anthropic import MessagesRequest, messages_ask
+from lisa.server.app import _Completions, make_app
+from lisa.server.completions import CompletionRequest, completion_prompts
+from lisa.server.desk import Desk, Service, Settings
 from lisa.server.guard import Limits, depth
+from lisa.server.metrics import Metrics
+from lisa.server.openai import ChatRequest, chat_ask
+from lisa.server.problem import Problem
 from lisa.server.run import bind, read_key
+from lisa.server.turn import Nature
 from lisa.types import Sampling
 
 BODY: dict[str, Any] = {"model": "scripted", "messages": CHAT}
@@ -555,6 +562,73 @@ def test_a_client_that_goes_away_ends_its_work_and_frees_its_slot(folder: Path, 
         answers(client)
 
 
+async def taken_at_once() -> None:
+    pass
+
+
+async def taken_in_a_turn() -> None:
+    await asyncio.sleep(0)
+
+
+async def never_taken() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("taking", [taken_at_once, taken_in_a_turn, never_taken])
+def test_a_client_gone_before_its_stream_began_is_neither_decoded_for_nor_written_to(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, route: str, taking: Callable[[], Any]
+) -> None:
+    gate = Gate()
+    model = scripted(folder, lambda c: LONG, gate=gate)
+    gate.open.clear()
+    replies: list[Reply] = []
+    for name in ("chat", "generate"):
+        real = getattr(model, name)
+        monkeypatch.setattr(model, name, lambda *a, real=real, **o: replies.append(real(*a, **o)) or replies[-1])
+    arriving = [
+        {"type": "http.request", "body": json.dumps(ROUTES[route] | {"stream": True}).encode(), "more_body": False}
+    ]
+
+    async def receive() -> Any:
+        return arriving.pop(0) if arriving else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await taking()
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    scope = {
+        "type": "http", "method": "POST", "path": route, "raw_path": route.encode(), "query_string": b"",
+        "headers": headers, "root_path": "", "scheme": "http", "http_version": "1.1", "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80), "asgi": {"version": "3.0"},
+    }  # fmt: skip
+    try:
+        # Nothing can have been read: the model has not got past its first forward when the request is over.
+        asyncio.run(make_app(Service(model), Settings())(scope, receive, send))
+        assert [reply._job.cancelled for reply in replies] == [True] and model.unfinished == 1
+    finally:
+        gate.open.set()
+        model.close()
+
+
+def test_a_later_prompt_of_a_completion_is_ended_like_the_first(folder: Path) -> None:
+    model, replies = scripted(folder, lambda c: "Hello!"), []
+    real = model.generate
+    model.generate = lambda *a, **o: replies.append(real(*a, **o)) or replies[-1]  # type: ignore[method-assign]
+    body = CompletionRequest(model="scripted", prompt=["a>", "b>"], stream=True, echo=True)
+    runs = _Completions(Desk(Service(model), Settings(), Metrics(lambda: 0.0)), model, body, completion_prompts(body))
+
+    async def leave_at_the_second() -> None:
+        stream = runs.stream(await runs.begin(0))
+        while len(replies) < 2:
+            await stream.__anext__()
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert [reply._job.cancelled for reply in replies] == [True, True]
+
+    asyncio.run(leave_at_the_second())
+    model.close()
+
+
 def test_a_reader_that_stops_reading_is_ended_and_others_go_on(folder: Path) -> None:
     model = scripted(folder, lambda c: "abcdefghij" * 3000, slots=2, backlog=50)
     with running(model, Settings(patience=0.5)) as address, httpx.Client(base_url=address, timeout=WAIT) as client:
@@ -570,7 +644,7 @@ def test_a_reader_that_stops_reading_is_ended_and_others_go_on(folder: Path) -> 
 def test_E15_requests_that_join_and_leave_get_what_they_get_alone(folder: Path) -> None:
     def script(conversation: str) -> str:
         name = conversation.rsplit("user\n", 1)[-1][:6]
-        return f"{name} says: " + " and".join(f"{i}{name}" for i in range(len(name) + hash(name) % 3))
+        return f"{name} says: " + " and".join(f"{i}{name}" for i in range(len(name) + sum(name.encode()) % 3))
 
     model = scripted(folder, script, slots=8, right=3, wrong=2)
     with running(model) as address, httpx.Client(base_url=address, timeout=WAIT) as client:
@@ -709,3 +783,79 @@ def test_the_template_of_a_thinking_model_decides_what_thinking_options_do(folde
         assert "reasoning_content" not in message(chat_template_kwargs={"enable_thinking": False})
         assert message(reasoning_effort="low")["reasoning_content"] == "hm\n"
         assert message(thinking_budget=1)["reasoning_content"].strip() == "h"
+
+
+THINKER = Nature(True, lambda name: name == "enable_thinking")
+
+
+def asked(nature: Nature, body: Mapping[str, Any]) -> Mapping[str, Any] | int:
+    """The options a request reaches Model.chat with, or the status it is refused with."""
+    try:
+        if "max_tokens" in body:
+            return messages_ask(MessagesRequest.model_validate(body), nature).options
+        return chat_ask(ChatRequest.model_validate(body), nature).options
+    except Problem as error:
+        return error.status
+
+
+@pytest.mark.parametrize("effort", [None, "none", "minimal", "low", "medium", "high", "xhigh"])
+@pytest.mark.parametrize("enable", [None, True, False])
+@pytest.mark.parametrize("budget", [None, 0, 5, 5000])
+def test_what_a_chat_says_of_thinking_outright_is_done_and_what_contradicts_is_refused(
+    effort: str | None, enable: bool | None, budget: int | None
+) -> None:
+    more = {"reasoning_effort": effort, "thinking_budget": budget}
+    got = asked(THINKER, BODY | more | {"chat_template_kwargs": {"enable_thinking": enable}})
+    wanted = [on for on in (enable, None if effort is None else effort != "none") if on is not None]
+    if len(set(wanted)) == 2:
+        assert got == 400
+        return
+    assert isinstance(got, Mapping) and got.get("thinking") == (wanted[0] if wanted else None)
+    of_effort = {"minimal": 256, "low": 1024, "medium": 8192}.get(effort or "")
+    assert got.get("thinking_budget") == (of_effort if budget is None else budget)
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high", "xhigh", "max"])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_an_effort_of_messages_means_something_only_where_thinking_is_on(effort: str, thinks: bool) -> None:
+    nature = Nature(thinks, THINKER.reads)
+    body = ROUTES["/v1/messages"]
+    with_effort = body | {"output_config": {"effort": effort}}
+    for off in ({}, {"thinking": {"type": "disabled"}}):
+        assert asked(nature, with_effort | off) == asked(nature, body | off) != 400
+    on = asked(nature, with_effort | {"thinking": {"type": "enabled", "budget_tokens": 77}})
+    adaptive = asked(nature, with_effort | {"thinking": {"type": "adaptive"}})
+    if not thinks:
+        assert on == adaptive == 400
+        return
+    assert isinstance(on, Mapping) and isinstance(adaptive, Mapping)
+    assert on["thinking"] is adaptive["thinking"] is True and on["thinking_budget"] == 77
+    assert adaptive.get("thinking_budget") == {"low": 1024, "medium": 8192}.get(effort)
+
+
+MALFORMED: list[Any] = [
+    {"required": True}, {"required": "a"}, {"required": [5, {}]}, {"properties": 5}, {"properties": [1]},
+    {"$defs": 5, "properties": {"a": {"$ref": "#/$defs/A"}}}, {"definitions": [], "properties": {"a": True}},
+    {"$defs": {"A": {"$ref": "#/$defs/A"}}, "properties": {"a": {"$ref": "#/$defs/A"}}}, {"type": 5},
+    *({"properties": {"a": schema}, "required": ["a"]} for schema in (
+        5, None, "x", [], {"type": 5}, {"type": [5, None]}, {"type": []}, {"type": "zzz"}, {"enum": 5}, {"enum": []},
+        {"enum": [[], {}]}, {"anyOf": 5}, {"oneOf": {"a": 1}}, {"anyOf": [5, None]}, {"anyOf": "x"}, {"$ref": 5},
+        {"$ref": "#/$defs/none"}, {"$ref": "#/"}, {"type": "array", "items": {"$ref": "#/$defs/none"}},
+        {"type": "integer", "minimum": "x"}, {"type": "object", "required": True}, {"type": "object", "properties": 5},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("xml", [True, False])
+def test_no_schema_of_a_tool_is_a_bug_of_the_servers(folder: Path, xml: bool) -> None:
+    template = XML_TEMPLATE if xml else "{{ tools }}{% for m in messages %}{{ m.role }}\n{{ m.content }}{% endfor %}"
+    model = scripted(folder, lambda c: "Hello!", template=template)
+    assert model.calls == ("xml" if xml else "json")
+    with running(model) as address, httpx.Client(base_url=address, timeout=WAIT) as client:
+        for parameters in MALFORMED:
+            for more in ({}, {"tool_choice": "required"}):
+                function = {"name": "f", "parameters": parameters, "strict": bool(more)}
+                body = BODY | more | {"tools": [{"type": "function", "function": function}], "max_tokens": 2}
+                got = client.post("/v1/chat/completions", json=body)
+                assert got.status_code in (200, 400), (parameters, more, got.text)
+                assert got.status_code == 200 or more, "free to be wrong where nothing is enforced"

@@ -116,8 +116,10 @@ def messages_ask(body: CountRequest, nature: Nature) -> Ask:
     choice = body.tool_choice
     options = choice_options(tools, _choice(choice), None if choice is None else not choice.disable_parallel_tool_use)
     config = body.output_config or OutputConfig()
-    options |= effort_options(config.effort, nature, "output_config.effort")
-    options |= _thinking(body.thinking, nature)
+    thinking = _thinking(body.thinking, nature)
+    if thinking.get("thinking"):
+        options |= effort_options(config.effort, nature, "output_config.effort")
+    options |= thinking
     if config.format is not None:
         options["schema"] = config.format.schema_
     sampling: dict[str, Any] = {}

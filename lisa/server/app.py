@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
@@ -228,7 +229,8 @@ def _add_openai(app: FastAPI, desk: Desk) -> None:
         model = desk.model(body.model)
         runs = _Completions(desk, model, body, completions.completion_prompts(body))
         if body.stream:
-            return EventStream(runs.stream(await runs.begin(0)), desk.settings.patience)
+            begun = await runs.begin(0)
+            return EventStream(runs.stream(begun), desk.settings.patience, begun[0].cancel)
         return JSONResponse(await runs.whole(request))
 
 
@@ -317,11 +319,11 @@ class _Completions:
             reply, turn, writer = begun if index == 0 else await self.begin(index)
             watch, stops = self._desk.metrics.watch(), self._desk.stops()
             tint = _tint(self._model, self._body, reply, reasoning=False)
-            async for frame in frames(
-                reply, turn, writer, wire, tick=settings.tick, watch=watch, stops=stops, tint=tint
-            ):
-                if frame != wire.end():
-                    yield frame
+            body = frames(reply, turn, writer, wire, tick=settings.tick, watch=watch, stops=stops, tint=tint)
+            async with aclosing(body):
+                async for frame in body:
+                    if frame != wire.end():
+                        yield frame
             if turn.reason == "cancelled" or not turn.complete:
                 break
         if self._body.usage_chunk:

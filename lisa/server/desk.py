@@ -136,7 +136,7 @@ class Desk:
             stops=self.stops(),
             tint=tint,
         )
-        return EventStream(body, self.settings.patience)
+        return EventStream(body, self.settings.patience, reply.cancel)
 
     async def collect(self, request: Request, reply: Reply, turn: Turn) -> None:
         await collect(reply, turn, self.metrics.watch(), [gone(request.receive), *self.stops()])

@@ -195,11 +195,14 @@ def chat_ask(body: ChatRequest, nature: Nature) -> Ask:
         stop=body.stop,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         schema=_schema(body.response_format),
-        thinking_budget=body.thinking_budget,
     )
     options |= choice_options(tools, _choice(body.tool_choice), body.parallel_tool_calls)
-    options |= effort_options(body.reasoning_effort, nature, "reasoning_effort")
-    options |= _template(body.chat_template_kwargs, nature)
+    effort = effort_options(body.reasoning_effort, nature, "reasoning_effort")
+    template = _template(body.chat_template_kwargs, nature)
+    if (effort | template).get("thinking") != (template | effort).get("thinking"):
+        message = "reasoning_effort and chat_template_kwargs.enable_thinking differ: give one"
+        raise Problem(400, message, "reasoning_effort")
+    options |= effort | template | given(thinking_budget=body.thinking_budget)
     return Ask(chat_messages(body.messages), body.sampling(), options, tools)
 
 

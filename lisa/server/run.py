@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -66,7 +68,10 @@ class _Server(uvicorn.Server):
 
 
 def serve(listening: socket.socket, load: Callable[[], Model], settings: Settings, say: Say) -> None:
-    """Answer on the socket at once, load beside it, and serve until SIGINT or SIGTERM. Raises what loading raised."""
+    """Answer on the socket at once, load beside it, and serve until SIGINT or SIGTERM. Raises what loading raised.
+
+    Ends the process when the signal comes while the model is loaded.
+    """
     service = Service()
     logging.getLogger("lisa.server").setLevel(logging.INFO)
 
@@ -107,6 +112,11 @@ def serve(listening: socket.socket, load: Callable[[], Model], settings: Setting
     if failure:
         raise failure[0]
     say("stopped")
+    if loading.is_alive():
+        # Loading may take minutes and cannot be interrupted; MLX aborts a process that ends in order under its work.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def read_key(path: str | None, environment: str | None) -> str | None:

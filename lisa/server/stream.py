@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from anyio import fail_after
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -142,7 +143,7 @@ async def frames(
     watch: Watch,
     stops: Sequence[Awaitable[Problem]] = (),
     tint: Tint | None = None,
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """A whole reply: something at once, then what comes; an error that comes late is an event, and then the end."""
     try:
         for item in writer.opening():
@@ -168,6 +169,8 @@ async def frames(
         for frame in wire.failed(problem(error)):
             yield frame
         yield wire.end()
+    finally:
+        reply.cancel()  # a reader who leaves at the opening has not begun to iterate the reply, which would cancel it
 
 
 async def collect(reply: Reply, turn: Turn, watch: Watch, stops: Sequence[Awaitable[Problem]] = ()) -> None:
@@ -215,16 +218,20 @@ async def gone(receive: Receive) -> Problem:
 
 
 class EventStream(Response):
-    """Server-sent events. The generator is closed when the client goes away or takes nothing for `patience` s."""
+    """Server-sent events. The generator is closed when the client goes away or takes nothing for `patience` s.
+
+    `leave` is called at the end, however it comes: closing a generator that never began runs nothing of it.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, body: AsyncIterator[bytes], patience: float = 60.0):
+    def __init__(self, body: AsyncIterator[bytes], patience: float = 60.0, leave: Callable[[], object] = lambda: None):
         self.body = b""
         self.status_code = 200
         self.background = None
         self._body = body
         self._patience = patience
+        self._leave = leave
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
 
@@ -234,6 +241,7 @@ class EventStream(Response):
         try:
             await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._leave()
             for task in (pump, watch):
                 task.cancel()
             with suppress(asyncio.CancelledError):
@@ -241,7 +249,9 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         async def put(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._patience)
+            # Not asyncio.wait_for: before Python 3.12 it loses a cancel that comes in the turn in which sending ends.
+            with fail_after(self._patience):
+                await send(message)
 
         try:
             await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
