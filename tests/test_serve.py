@@ -74,7 +74,7 @@ def test_it_says_where_it_is_answers_and_ends_in_order(folder: Path, number: int
     try:
         url = served.url
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 400}
-        # Once before: MLX compiles at first use, by system(3), which lets SIGINT be lost while it runs.
+        # Once before: a SIGINT in the first use of a model, when MLX compiles, was seen to be lost on a busy machine.
         assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT).status_code == 200
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, timeout=WAIT) as got:
             lines = got.iter_lines()
