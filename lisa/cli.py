@@ -28,6 +28,18 @@ from lisa.types import MAX_WIDTH, Message
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
+# Options that several commands share; those about models are in manage.py.
+DrafterName = Annotated[
+    str, typer.Option(help="auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; +ngram goes behind.")
+]
+DrafterConfig = Annotated[
+    Path | None, typer.Option(dir_okay=False, help="JSON fields that win over the drafter's own.")
+]
+DrafterBits = Annotated[int | None, typer.Option(help="8 or 4 packs the drafter's matrices.")]
+Width = Annotated[int | None, typer.Option(min=0, max=MAX_WIDTH, help="Tokens drafted at once.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Bit-equal rows on a CPU, slower.")]
+NoBlas = Annotated[bool, typer.Option("--no-blas", help="Leave Intel MKL out, on Linux.")]
+
 
 app.command()(manage.pull)
 app.command("list")(manage.list_models)
@@ -71,15 +83,11 @@ def chat(
         str | None,
         typer.Option("--model", "-m", help="Catalogue name, folder or Hub id.", autocompletion=manage.names),
     ] = None,
-    drafter: Annotated[
-        str, typer.Option(help="auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; +ngram goes behind.")
-    ] = "auto",
-    drafter_config: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="JSON fields that win over the drafter's own.")
-    ] = None,
-    drafter_bits: Annotated[int | None, typer.Option(help="8 or 4 packs the drafter's matrices.")] = None,
-    width: Annotated[int | None, typer.Option(min=0, max=MAX_WIDTH, help="Tokens drafted at once.")] = None,
-    quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
+    drafter: DrafterName = "auto",
+    drafter_config: DrafterConfig = None,
+    drafter_bits: DrafterBits = None,
+    width: Width = None,
+    quantisation: manage.Quantisation = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 always takes the likeliest token.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Keep the likeliest tokens of this mass.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Keep this many likeliest tokens; 0 keeps all.")] = None,
@@ -93,9 +101,9 @@ def chat(
     stop: Annotated[list[str] | None, typer.Option(help="End a reply before this text; may be repeated.")] = None,
     thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="Where a model has both.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Neither read nor write the history of messages.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Bit-equal rows on a CPU, slower.")] = False,
-    no_blas: Annotated[bool, typer.Option("--no-blas", help="Leave Intel MKL out, on Linux.")] = False,
+    offline: manage.Offline = False,
+    strict: Strict = False,
+    no_blas: NoBlas = False,
     no_exact: Annotated[bool, typer.Option("--no-exact", help="On a Mac: plain steps as fast as can be.")] = False,
     no_kernels: Annotated[bool, typer.Option("--no-kernels", help="On a Mac: MLX's own ops alone.")] = False,
 ) -> None:
@@ -277,20 +285,16 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait beside them.")] = 64,
     timeout: Annotated[float | None, typer.Option(min=0, help="Most seconds a reply may take.")] = None,
     context: Annotated[int | None, typer.Option(min=2, help="Most tokens of prompt and answer together.")] = None,
-    drafter: Annotated[
-        str, typer.Option(help="auto, none, ngram, dspine, dflash, eagle, a folder or a Hub id; +ngram goes behind.")
-    ] = "auto",
-    drafter_config: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="JSON fields that win over the drafter's own.")
-    ] = None,
-    drafter_bits: Annotated[int | None, typer.Option(help="8 or 4 packs the drafter's matrices.")] = None,
-    width: Annotated[int | None, typer.Option(min=0, max=MAX_WIDTH, help="Tokens drafted at once.")] = None,
+    drafter: DrafterName = "auto",
+    drafter_config: DrafterConfig = None,
+    drafter_bits: DrafterBits = None,
+    width: Width = None,
     kv_bits: Annotated[int | None, typer.Option(help="8 or 4 packs the attention cache.")] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens read at once, between rounds of others.")] = 512,
-    quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Bit-equal rows on a CPU, slower.")] = False,
-    no_blas: Annotated[bool, typer.Option("--no-blas", help="Leave Intel MKL out, on Linux.")] = False,
+    quantisation: manage.Quantisation = None,
+    offline: manage.Offline = False,
+    strict: Strict = False,
+    no_blas: NoBlas = False,
 ) -> None:
     """Serve a model to programs: OpenAI's chat completions, completions and responses, Anthropic's messages, a page.
 
@@ -341,9 +345,9 @@ def bench(
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     rule: Annotated[str, typer.Option(help="coupled or rejection, above temperature 0.")] = "coupled",
-    width: Annotated[int | None, typer.Option(min=0, max=MAX_WIDTH, help="Tokens drafted at once.")] = None,
-    quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
+    width: Width = None,
+    quantisation: manage.Quantisation = None,
+    offline: manage.Offline = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the whole report on the last line, as JSON.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Append the report to the machine's results.")] = False,
     contexts: Annotated[str, typer.Option(help="Context lengths to measure too, separated by commas.")] = "",
@@ -443,8 +447,8 @@ def train(
     anchors: Annotated[int, typer.Option(min=1, help="Blocks of each conversation a step.")] = 32,
     evaluate: Annotated[float, typer.Option(min=0, help="Minutes (with --steps: steps) between measurements.")] = 5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    quantisation: Annotated[str | None, typer.Option(help="One of those `lisa models` lists.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Open no connection.")] = False,
+    quantisation: manage.Quantisation = None,
+    offline: manage.Offline = False,
 ) -> None:
     """Train a drafter on a model's own answers. Ctrl-C saves; the same command goes on where it stopped."""
     from lisa import train as training
