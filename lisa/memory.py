@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from lisa.errors import MemoryFull
@@ -28,8 +29,9 @@ def machine() -> Machine:
     return Machine(metal, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
+@cache
 def cpu() -> str:
-    """The chip's own name."""
+    """The chip's own name, asked for once: on a Mac that takes a process."""
     if sys.platform == "darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
