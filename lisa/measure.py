@@ -166,6 +166,7 @@ def bench(
         "date": time.strftime("%Y-%m-%d"),
         "model": loaded.name,
         "machine": machine(),
+        "blas": str(blas.use()),
         "commit": commit(),
         "prompts_sha256": digest,
         "settings": vars(settings),

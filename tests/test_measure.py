@@ -47,6 +47,7 @@ def test_a_report_has_everything_that_was_promised(loaded: Loaded, prompts: Path
     for name in ("dspine", "ngram"):
         low, high = report["interval"][name]
         assert low <= report["ratio"][name] <= high
+    assert report["blas"] == report["machine"]["blas"]
     assert len(report["prompts_sha256"]) == 64 and report["machine"]["blas"] and report["model"] == "tiny"
     assert len(list(measure.table(report))) == 2 + 3 + 1 + 2
 
