@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +14,10 @@ from lisa.constrain import Constrained, Grammars
 from lisa.errors import ContextFull, LisaError, NoBackend, UsageError
 from lisa.grammar import call_grammar, either, json_grammar, led
 from lisa.memory import Budget
+from lisa.prefix import Timelines, places
 from lisa.text import CLOSE, OPEN, TextReader
 from lisa.tools import Style, Tool, style
-from lisa.types import Constraint, Done, Event, Messages, Reason, Request, Sampling, Stats, TokenLogprob, Tokens
+from lisa.types import MARKS, Constraint, Done, Event, Messages, Reason, Request, Sampling, Stats, TokenLogprob, Tokens
 from lisa.worker import Job, Worker
 
 if TYPE_CHECKING:  # importing these brings MLX in, and the BLAS must be chosen before
@@ -172,7 +173,8 @@ class Model:
         self._grammars = Grammars(loaded.tokenizer)
         self._vocab = loaded.engine.target.vocab
         self._budget = Budget(*_sizes(loaded))
-        self._idle: list[Session] = []  # touched on the worker's thread only
+        self._timelines = Timelines()  # touched on the worker's thread only
+        self._chunk = loaded.engine.chunk
         self.tokenizer = loaded.tokenizer
         self.name = loaded.name
         self.sampling = loaded.sampling
@@ -217,7 +219,8 @@ class Model:
         if thinking is not None or thinking_budget is not None:
             self._check_thinking(thinking, thinking_budget)
         constraint = self._constraint(prompt, self._grammar(chosen, tool_choice, parallel, schema), thinking_budget)
-        return self._reply(prompt, sampling, max_tokens, stop, logprobs, True, constraint)
+        turns = self.tokenizer.turns(prompt)
+        return self._reply(prompt, sampling, max_tokens, stop, logprobs, True, constraint, turns)
 
     def _constraint(self, prompt: Sequence[int], grammar: str | None, budget: int | None) -> Constraint | None:
         if grammar is None and budget is None:
@@ -323,6 +326,7 @@ class Model:
         logprobs: int | None,
         reasoning: bool,
         constraint: Constraint | None = None,
+        turns: Sequence[int] = (),
     ) -> Reply:
         sampling = self.sampling if sampling is None else sampling
         check_options(sampling, max_tokens, logprobs)
@@ -333,7 +337,8 @@ class Model:
         need = self._budget.need(len(prompt) + min(longest or _USUAL, max_tokens or _USUAL))
         self._budget.check(need)
         reader = self.tokenizer.reader(stop=stop, prompt=prompt, reasoning=reasoning)
-        request = Request(tuple(prompt), sampling, longest, self.tokenizer.eos, logprobs, reader, constraint)
+        marks = places(turns, len(prompt), self._chunk)
+        request = Request(tuple(prompt), sampling, longest, self.tokenizer.eos, logprobs, reader, constraint, marks)
         return Reply(self._worker.stream(lambda: self._run(request, need)), request.tokens, reader)
 
     def _room(self, prompt: Sequence[int]) -> int | None:
@@ -347,12 +352,15 @@ class Model:
         return None if self.context is None else self.context - len(prompt)
 
     def _run(self, request: Request, need: int) -> Generator[Event, None, None]:
-        """On the worker's thread: one request on the session that has read most of its prompt."""
-        session = self._session(request.tokens)
+        """On the worker's thread: one request on the session that spares most of reading its prompt."""
+        self._budget.check(need, self._budget.in_use)
+        session = self._session(request.tokens, need)
         try:
-            self._budget.check(need, self._budget.in_use)
-            if not self._budget.fits(session.nbytes, 0):  # buffers of a longer conversation, and others run by now
-                session = self._new()
+            marks = self._budget.marks(min(MARKS, len(session.marks) + len(request.marks)))
+            if self._budget.fits(need + marks, 0):
+                need += marks
+            else:  # an answer is worth more than a faster next turn
+                request = replace(request, marks=())
             need = max(need, session.nbytes)
             self._make_room(need)
             with self._budget.held(need):
@@ -363,18 +371,27 @@ class Model:
         # Not after any other error: what a bug has left in doubt is not used again.
         self._keep(session)
 
-    def _make_room(self, need: int) -> None:
-        """Caches of earlier conversations give way to a request."""
-        while self._idle and not self._budget.fits(need, self._cached()):
-            self._idle.pop(0)
+    def _session(self, tokens: tuple[int, ...], need: int) -> Session:
+        """The session that `tokens` go on from, a branch of one that begins alike, or a new one."""
+        found = self._timelines.find(tokens)
+        if found is None:
+            return self._new()
+        if not found.goes_on and self._make_room(need, spare=found.session):
+            self._timelines.keep(found.session)
+            return found.session.branch(tokens)
+        session = self._timelines.take(found.session)
+        # Buffers of a longer conversation may be too large by now, beside others that run.
+        return session if self._budget.fits(session.nbytes, 0) else self._new()
+
+    def _make_room(self, need: int, spare: Session | None = None) -> bool:
+        """Contexts of earlier conversations give way to a request, `spare` excepted; whether there is room."""
+        return self._timelines.make_room(lambda: self._budget.fits(need, self._timelines.nbytes), spare)
 
     def _keep(self, session: Session) -> None:
         if self._loaded is not None and session.engine is self._loaded.engine:  # else its drafter has been replaced
-            self._idle.append(session)
-        self.memory = self._budget.weights + self._cached()
-
-    def _cached(self) -> int:
-        return sum(session.nbytes for session in self._idle)
+            self._timelines.keep(session)
+            self._timelines.make_room(lambda: self._timelines.nbytes <= self._budget.caches, spare=session)
+        self.memory = self._budget.weights + self._timelines.nbytes
 
     @property
     def alive(self) -> bool:
@@ -385,16 +402,6 @@ class Model:
     def unfinished(self) -> int:
         """Replies that run or wait."""
         return self._worker.unfinished
-
-    def _session(self, tokens: tuple[int, ...]) -> Session:
-        """The idle session that has read most of `tokens`, or a new one: a slot's context is not spent on a prompt that
-        would throw most of it away."""
-        best = max(self._idle, key=lambda session: session.shared(tokens), default=None)
-        foreign = best is not None and 2 * best.shared(tokens) < len(best.tokens)
-        if best is None or (foreign and len(self._idle) < self._worker.slots):
-            return self._new()
-        self._idle.remove(best)
-        return best
 
     def _new(self) -> Session:
         assert self._loaded is not None
@@ -423,7 +430,7 @@ class Model:
             if given_up:
                 return self._loaded
             keep_pace(self._loaded)
-            self._idle.clear()
+            self._timelines.clear()
             self._loaded, self.drafter = loaded, loaded.drafter
             self._budget.resize(*_sizes(loaded))
             self.memory = self._budget.weights
@@ -445,7 +452,7 @@ class Model:
             from lisa.loader import keep_pace
 
             keep_pace(self._loaded)
-        self._idle.clear()
+        self._timelines.clear()
         self._loaded = None
 
     def __enter__(self) -> Model:

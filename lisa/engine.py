@@ -16,9 +16,10 @@ import mlx.core as mx
 from lisa import sampling
 from lisa.errors import Cancelled, ContextFull
 from lisa.pace import Fixed, Pacer, Round, for_request
-from lisa.state import State
+from lisa.state import Snapshot, State
 from lisa.target import Target
 from lisa.types import (
+    MARKS,
     MAX_WIDTH,
     Array,
     Commit,
@@ -57,8 +58,26 @@ class Engine:
         return Session(self)
 
 
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """A place on a timeline that it can be taken back to: what state and drafter were there."""
+
+    state: Snapshot
+    drafter: object
+    nbytes: int
+
+    @property
+    def length(self) -> int:
+        return self.state.length
+
+
 class Session:
-    """One timeline: its tokens, the target's state and the drafter, which agree with one another between rounds."""
+    """One timeline: its tokens, the target's state and the drafter, which agree with one another between rounds.
+
+    `marks` are places to go back to, in order. `turn` is where the last turn of the last prompt began, `common` the
+    length of a prefix that other timelines have begun with, `branched` the bytes copied and the seconds taken when this
+    one left another.
+    """
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -66,6 +85,9 @@ class Session:
         self.state: State = engine.target.new_state()
         self.drafter = engine.drafter()
         self.pacer = engine.pacer()
+        self.marks: list[Mark] = []
+        self.turn = self.common = 0
+        self.branched: tuple[int, float] | None = None
 
     def run(self, request: Request) -> Generator[Event, None, None]:
         """Generate after `request.tokens`, yielding events of which the last is Done.
@@ -85,23 +107,81 @@ class Session:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory this timeline holds; going back frees none of them."""
-        return self.state.nbytes + self.drafter.nbytes
+        """Bytes of memory this timeline holds; going back frees none of them but those of marks."""
+        return self.state.nbytes + self.drafter.nbytes + sum(mark.nbytes for mark in self.marks)
 
     def shared(self, tokens: tuple[int, ...]) -> int:
         """Length of the prefix of `tokens` that this timeline begins with."""
         return _common(self.tokens, tokens)
+
+    def usable(self, tokens: tuple[int, ...]) -> int:
+        """How many of `tokens`, short of their last one, need not be read again, by what the target can go back to."""
+        length = min(self.shared(tokens), len(tokens) - 1, self.state.length)
+        marked = max((mark.length for mark in self.marks if mark.length <= length), default=0)
+        return max(self.state.reach(length), marked)
 
     def sync(self, tokens: tuple[int, ...]) -> int:
         """Go back to the longest usable prefix of `tokens`, short of their last one, which must be read for its logits.
 
         Returns the number of tokens that need not be read again.
         """
-        length = min(self.shared(tokens), len(tokens) - 1)
-        while (reached := min(self.state.rewind(length), self.drafter.rewind(length))) < length:
-            length = reached
+        length = self._back(min(self.shared(tokens), len(tokens) - 1))
         self.tokens = list(tokens[:length])
         return length
+
+    def _back(self, length: int) -> int:
+        """Take state and drafter back to at most `length`, by going back or to the last mark before it."""
+        self.marks = [mark for mark in self.marks if mark.length <= length]
+        mark = self.marks[-1] if self.marks else None
+        reached = self.drafter.rewind(min(length, self.state.length))
+        while (further := self.state.reach(reached)) < reached and further > (mark.length if mark else 0):
+            reached = self.drafter.rewind(further)
+        if further == reached and (mark is None or reached >= mark.length):
+            return self.state.rewind(reached)
+        if mark is None:
+            return self.drafter.rewind(self.state.rewind(0))
+        self.state.restore(mark.state)
+        self.drafter.restore(mark.drafter)
+        return mark.length
+
+    def mark(self) -> None:
+        """Make the place reached one to go back to; past MARKS the closest neighbours are thinned out.
+
+        The first mark, which stands behind what many conversations begin with, and the last few stay.
+        """
+        if self.state.anywhere or (self.marks and self.marks[-1].length == self.state.length):
+            return
+        state, drafter = self.state.snapshot(), self.drafter.snapshot()
+        self.marks.append(Mark(state, drafter, state.nbytes + _bytes(drafter)))
+        if len(self.marks) > MARKS:
+            gaps = {i: self.marks[i + 1].length - self.marks[i - 1].length for i in range(1, MARKS // 2 + 1)}
+            del self.marks[min(gaps, key=lambda i: gaps[i])]
+
+    def branch(self, tokens: tuple[int, ...]) -> Session:
+        """Another timeline that begins with the usable prefix of `tokens`, which is copied; this one stays as it is."""
+        began = self.engine.clock()
+        length = self.usable(tokens)
+        mark = next((mark for mark in self.marks if mark.length == length), None)
+        if mark is None and not self.state.anywhere:
+            return self.engine.session()
+        child = self.engine.session()
+        child.state.restore(self.state.snapshot(length) if mark is None else mark.state)
+        child.drafter.restore(self.drafter.snapshot() if mark is None else mark.drafter)
+        child.tokens = list(tokens[: child._back(length)])
+        child.mark()
+        child.common = len(child.tokens)
+        self.common = max(self.common, child.common)
+        child.branched = child.state.copied, self.engine.clock() - began
+        return child
+
+
+def _bytes(snapshot: object) -> int:
+    """Bytes of the arrays that a drafter's snapshot holds itself; its contexts are held by reference."""
+    if isinstance(snapshot, mx.array):
+        return snapshot.nbytes
+    if isinstance(snapshot, (tuple, list)) and not (snapshot and isinstance(snapshot[0], int)):
+        return sum(_bytes(part) for part in snapshot)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +209,7 @@ class _Run:
         self.sampler = sampling.Sampler(self.sampling, self.target.vocab, request.tokens)
         self.bare = self.sampler.bare and request.logprobs is None and request.constraint is None
         self.ledger = _Ledger(request, _room(request, self.target.context))
+        self.branched, session.branched = session.branched, None
         self.fresh = mx.array([], mx.int32)  # delivered, not yet counted by the sampler nor read by the target
 
     def prefill(self) -> Iterator[Event]:
@@ -136,11 +217,11 @@ class _Run:
         session, prompt = self.session, self.request.tokens
         self.ledger.cached = session.sync(prompt)
         yield Progress(self.ledger.cached, len(prompt))
+        session.turn = max(self.request.marks, default=len(prompt))
         chunk: tuple[int, ...] = ()
         step: _Step | None = None
-        for start in range(self.ledger.cached, len(prompt), session.engine.chunk):
-            chunk = prompt[start : start + session.engine.chunk]
-            final = start + len(chunk) == len(prompt)
+        for start, end in self._chunks():
+            chunk, final = prompt[start:end], end == len(prompt)
             tokens = mx.array(chunk, mx.int32)
             taps, best = session.drafter.taps, self.bare and final
             logits, features = self.target.forward(tokens, session.state, taps, rows=int(final), best=best)
@@ -150,8 +231,10 @@ class _Run:
             else:
                 # Evaluated here, so that the graph and the taps of one chunk at most are ever held.
                 mx.eval(session.state.arrays(), [] if features is None else features)
-                session.drafter.observe(Commit(chunk, features, prompt[start + len(chunk)], start))
-                yield Progress(start + len(chunk), len(prompt))
+                session.drafter.observe(Commit(chunk, features, prompt[end], start))
+                if end in self.request.marks:
+                    session.mark()
+                yield Progress(end, len(prompt))
         assert step is not None
         kept, event = self.ledger.take(step, step.verdict.read())
         session.tokens += kept
@@ -159,6 +242,16 @@ class _Run:
         self.fresh = mx.array(kept, mx.int32)
         yield Progress(len(prompt), len(prompt))
         yield event
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        """Where each chunk of the prompt begins and ends. One ends at each mark, so that a prompt read on from a mark
+        has the chunks of one read from the start."""
+        start, prompt = self.ledger.cached, len(self.request.tokens)
+        stops = sorted({*(place for place in self.request.marks if start < place < prompt), prompt})
+        for stop in stops:
+            for at in range(start, stop, self.session.engine.chunk):
+                yield at, min(at + self.session.engine.chunk, stop)
+            start = stop
 
     def decode(self) -> Iterator[Event]:
         """Rounds of draft, verify, commit, emit, until the ledger says why to stop."""
@@ -272,6 +365,9 @@ class _Run:
             yield f"drafter {drafter.source} drafts up to position {drafter.limit}; past it decoding went on plainly"
         if parked := self.pacer.note():
             yield parked
+        if self.branched is not None:
+            copied, seconds = self.branched
+            yield f"began as a branch of another conversation: {copied / 1e6:.1f} MB copied in {seconds * 1e3:.1f} ms"
 
 
 class _Ledger:

@@ -59,6 +59,15 @@ class Budget:
         self._kv_bytes = kv_bytes
         self._state_bytes = state_bytes
 
+    @property
+    def caches(self) -> int:
+        """Bytes that contexts of earlier conversations may keep: a quarter of what the weights leave."""
+        return max(0, self.limit - self.weights) // 4
+
+    def marks(self, n: int) -> int:
+        """Bytes of `n` marks on a context."""
+        return n * self._state_bytes
+
     def need(self, tokens: int) -> int:
         """Bytes of a context of `tokens`."""
         return self._state_bytes + tokens * self._kv_bytes

@@ -113,18 +113,23 @@ class _KVPart:
         """Stop depending on the cache; the bytes copied."""
         if self.copies is not None or self.cache.keys is None:
             return 0
+        self.copies = self.cut()
+        self.cache = None
+        return _bytes(self.copies)
+
+    def cut(self) -> tuple[Any, Any]:
+        """Copies of the cache's rows up to `length`."""
         cut = [
             [mx.contiguous(a[..., : self.length, :]) for a in _leaves(x)] for x in (self.cache.keys, self.cache.values)
         ]
         mx.eval(cut)
-        joined = [tuple(x) if isinstance(self.cache, QuantizedKVCache) else x[0] for x in cut]
-        self.copies = (joined[0], joined[1])
-        self.cache = None
-        return sum(a.nbytes for x in cut for a in x)
+        keys, values = (tuple(x) if isinstance(self.cache, QuantizedKVCache) else x[0] for x in cut)
+        return keys, values
 
 
 class _Leaf(Protocol):
-    """What State needs of one cache. `reach` is the longest exact prefix of at most `length` it can go back to."""
+    """What State needs of one cache. `reach` is the longest exact prefix of at most `length` it can go back to, `own`
+    the bytes that a saved part holds beside the cache it came from."""
 
     def open(self) -> None: ...
     def can_keep(self, n: int, rows: int) -> bool: ...
@@ -133,6 +138,7 @@ class _Leaf(Protocol):
     def rewind(self, length: int) -> int: ...
     def save(self, length: int) -> Any: ...
     def load(self, part: Any) -> int: ...
+    def own(self, part: Any) -> int: ...
 
 
 class _KV:
@@ -168,13 +174,19 @@ class _KV:
     def load(self, part: _KVPart) -> int:
         if part.cache is self.cache:
             return self.rewind(part.length)
-        copied = part.copy() + self.rewind(0)
+        copied = self.rewind(0)
         if part.copies is not None:
             # New array objects over the same memory: MLX copies them when this branch first appends.
             self.cache.keys, self.cache.values = (_shared(x) for x in part.copies)
             copied += int(self.cache.nbytes)
+        elif part.cache.keys is not None:
+            self.cache.keys, self.cache.values = part.cut()
+            copied += int(self.cache.nbytes)
         self.cache.offset = part.length
         return copied
+
+    def own(self, part: _KVPart) -> int:
+        return _bytes(part.copies)
 
 
 class _Window:
@@ -219,6 +231,9 @@ class _Window:
         c.keys, c.values = (None if a is None else _shared(a) for a in (keys, values))
         c.held, c.offset = held, offset
         return c.nbytes
+
+    def own(self, part: tuple[Any, Any, int, int]) -> int:
+        return _bytes(part[:2])
 
 
 class _Recurrent:
@@ -270,6 +285,9 @@ class _Recurrent:
             self.cache.pending, self.cache.kept = pending, kept
         return 0
 
+    def own(self, part: _Held) -> int:
+        return _bytes(part[:2])
+
 
 _Held = tuple[list[mx.array | None], Pending | None, int]
 """Arrays of a recurrent cache, the rows that are pending, and how many of them hold."""
@@ -289,6 +307,8 @@ class Snapshot:
 
     length: int
     parts: tuple[Any, ...]
+    nbytes: int
+    """Of what it holds beside the state it was taken from."""
 
 
 class State:
@@ -347,20 +367,36 @@ class State:
         """Go back to at most `length` tokens; the length really reached, the same for every layer."""
         if self._rows is not None:
             raise RuntimeError("State.rewind while open")
-        reached = min(length, self._length)
-        for leaf in self._leaves:
-            reached = leaf.reach(reached, self._length)
-        if reached < self._length and any(leaf.reach(reached, self._length) != reached for leaf in self._leaves):
-            reached = 0
+        reached = self.reach(length)
         if reached < self._length:
             self.copied += sum(leaf.rewind(reached) for leaf in self._leaves)
             self._length = reached
         return reached
 
-    def snapshot(self) -> Snapshot:
+    def reach(self, length: int) -> int:
+        """The length `rewind` would reach."""
+        reached = min(length, self._length)
+        for leaf in self._leaves:
+            reached = leaf.reach(reached, self._length)
+        if reached < self._length and any(leaf.reach(reached, self._length) != reached for leaf in self._leaves):
+            return 0
+        return reached
+
+    @property
+    def anywhere(self) -> bool:
+        """Whether every cache can go back to any length, so that no snapshot is needed on the way."""
+        return all(isinstance(leaf, _KV) for leaf in self._leaves)
+
+    def snapshot(self, length: int | None = None) -> Snapshot:
+        """The state as it is, or as it was at `length` where it can go back anywhere."""
         if self._rows is not None:
             raise RuntimeError("State.snapshot while open")
-        return Snapshot(self._length, tuple(leaf.save(self._length) for leaf in self._leaves))
+        if length is not None and length != self._length and not self.anywhere:
+            raise RuntimeError("State.snapshot of an earlier length needs caches that can go back anywhere")
+        length = self._length if length is None else length
+        parts = tuple(leaf.save(length) for leaf in self._leaves)
+        own = sum(leaf.own(part) for leaf, part in zip(self._leaves, parts, strict=True))
+        return Snapshot(length, parts, own)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Become the state the snapshot was taken from, in this State or in another of the same model."""
@@ -414,6 +450,10 @@ def _adaptor(cache: Any) -> _Leaf:
 
 def _leaves(tree: Any) -> list[Any]:
     return [value for _, value in tree_flatten(tree)] if isinstance(tree, (tuple, list)) else [tree]
+
+
+def _bytes(tree: Any) -> int:
+    return sum(a.nbytes for a in _leaves(tree) if isinstance(a, mx.array))
 
 
 def _shared(tree: Any) -> Any:

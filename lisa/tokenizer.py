@@ -126,6 +126,11 @@ class Tokenizer:
         plain = [_plain(message) for message in messages]
         return self.encode(self._fill(plain, list(tools or ()) or None, {**options, **(extra or {})}))
 
+    def turns(self, ids: Sequence[int]) -> list[int]:
+        """Where the turns of a rendered prompt begin, the first excepted: at the control token that opens its last."""
+        opens = next((i for i in reversed(ids) if i in self.hidden and i not in self.eos), None)
+        return [at for at, i in enumerate(ids) if at and i == opens]
+
     def _check_names(self, extra: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """The renderer's own arguments are not for a request to set: one of them is the template itself."""
         taken = {*inspect.signature(self.fast.apply_chat_template).parameters, "messages", *options}

@@ -18,6 +18,9 @@ Reason = Literal["stop", "length", "cancelled"]
 MAX_WIDTH = 15
 """Most tokens a draft may hold. A verify pass reads width + 1 rows, and the kernels cover 16."""
 
+MARKS = 8
+"""Most places that a context remembers to come back to: with recurrent layers each holds all their states."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -158,7 +161,8 @@ class Request:
     """One generation: the whole conversation as tokens, and what to do with what follows.
 
     `max_tokens` None means up to the end of the context. `eos` end the turn and are never delivered. `logprobs` None is
-    off; n >= 0 asks for each token's log-probability and the n most likely alternatives.
+    off; n >= 0 asks for each token's log-probability and the n most likely alternatives. `marks` are places in
+    `tokens` at which the session remembers how to come back.
     """
 
     tokens: tuple[int, ...]
@@ -168,6 +172,7 @@ class Request:
     logprobs: int | None = None
     reader: Reader | None = None
     constraint: Constraint | None = None
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

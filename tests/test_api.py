@@ -146,14 +146,19 @@ def test_as_many_conversations_as_slots_take_turns_and_each_keeps_its_context(fo
                 answer = model.generate(talk, max_tokens=4).read()
                 assert answer.stats.cached_tokens == (0 if len(talk) == 5 else len(talk) - 2)
                 talk += [*answer.ids, 7]
-        assert len(model._idle) == slots
+        assert len(model._timelines.idle) == slots
 
 
-def test_more_conversations_than_slots_share_the_slots_contexts(folder: Path) -> None:
+def test_conversations_are_kept_while_there_is_room_and_the_oldest_go_first(folder: Path) -> None:
     with lisa.load(str(folder), slots=2) as model:
-        for n in range(5):
+        for n in range(4):
             model.generate([10 * n + 1, 2, 3], max_tokens=3).read()
-        assert len(model._idle) == 2
+        kept = list(model._timelines.idle)
+        assert len(kept) == 4
+        budget = model._budget
+        budget.limit = budget.weights + 4 * sum(session.nbytes for session in kept[:3])
+        model.generate([9, 2, 3], max_tokens=3).read()
+        assert model._timelines.nbytes <= budget.caches and model._timelines.idle[:2] == kept[2:]
 
 
 @pytest.mark.parametrize(
@@ -237,16 +242,16 @@ def test_load_refuses_what_it_cannot_do(folder: Path, options: dict[str, object]
 def test_contexts_kept_for_reuse_give_way_to_a_request(folder: Path) -> None:
     with lisa.load(str(folder), drafter="none", slots=2) as model:
         budget = model._budget
-        model.generate([1, 2, 3], max_tokens=5).read()
+        talk = [1, 2, 3, *model.generate([1, 2, 3], max_tokens=5).read().ids, 4]
         model.generate([9, 9, 9], max_tokens=5).read()
-        first, second = model._idle
-        budget.limit = budget.weights + first.nbytes + second.nbytes
-        model.generate([1, 2, 3, 4], max_tokens=50).read()
-        assert model._idle == [second, first], "there is room, and both are kept"
-        budget.limit -= 1
-        model.generate([1, 2, 3, 4], max_tokens=50).read()
-        assert model._idle == [first], "the one that was not asked for has given way"
-        assert model.memory == budget.weights + model._cached()
+        first, second = model._timelines.idle
+        budget.limit = budget.weights + 4 * (first.nbytes + second.nbytes)
+        talk += [*model.generate(talk, max_tokens=5).read().ids, 4]
+        assert model._timelines.idle == [second, first], "there is room, and both are kept"
+        budget.limit = budget.weights + first.nbytes + second.nbytes - 1
+        model.generate(talk, max_tokens=5).read()
+        assert model._timelines.idle == [first], "the one that was not asked for has given way"
+        assert model.memory == budget.weights + model._timelines.nbytes
 
 
 def test_a_request_that_does_not_fit_is_refused_and_no_context_is_lost(folder: Path) -> None:
@@ -254,13 +259,13 @@ def test_a_request_that_does_not_fit_is_refused_and_no_context_is_lost(folder: P
         budget = model._budget
         model.generate([1, 2, 3], max_tokens=5).read()
         model.generate([9, 9, 9], max_tokens=5).read()
-        kept = list(model._idle)
+        kept = list(model._timelines.idle)
         budget.limit = budget.weights + budget.need(60)
         with pytest.raises(MemoryFull, match="may be resident"):
             model.generate([1, 2, 3, 4], max_tokens=90)
         with budget.held(budget.need(30)), pytest.raises(MemoryFull, match="may be resident"):
             model.generate([1, 2, 3, 4], max_tokens=50).read()
-        assert {id(session) for session in model._idle} == {id(session) for session in kept}
+        assert {id(session) for session in model._timelines.idle} == {id(session) for session in kept}
         assert model.generate([4] * 10, max_tokens=3).read().ids and budget.in_use == 0
 
 
@@ -270,24 +275,25 @@ def test_what_a_request_is_booked_with_is_never_less_than_its_session_holds(
     with lisa.load(str(folder), drafter="none") as model:
         budget = model._budget
         model.generate([5] * 300, max_tokens=3).read()
-        (long,) = model._idle
-        assert long.nbytes > budget.need(20)
+        (long,) = model._timelines.idle
+        talk = [*long.tokens, 7]
+        assert long.nbytes > budget.need(len(talk) + 10)
         booked: list[int] = []
         held = budget.held
         monkeypatch.setattr(budget, "held", lambda need: booked.append(need) or held(need))
-        model.generate([1, 2, 3], max_tokens=10).read()
-        assert booked == [long.nbytes] and model._idle == [long] and budget.in_use == 0
+        model.generate(talk, max_tokens=10).read()
+        assert booked == [long.nbytes] and model._timelines.idle == [long] and budget.in_use == 0
 
 
 def test_buffers_that_do_not_fit_beside_what_runs_are_left_and_the_request_is_served(folder: Path) -> None:
     with lisa.load(str(folder), drafter="none") as model:
         budget = model._budget
         model.generate([5] * 300, max_tokens=3).read()
-        (long,) = model._idle
+        (long,) = model._timelines.idle
         budget.limit = budget.weights + long.nbytes
         with budget.held(budget.need(20)):
-            assert len(model.generate([1, 2, 3], max_tokens=10).read().ids) == 10
-        assert len(model._idle) == 1 and model._idle[0] is not long
+            assert len(model.generate([*long.tokens, 7], max_tokens=10).read().ids) == 10
+        assert len(model._timelines.idle) == 1 and model._timelines.idle[0] is not long
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -320,7 +326,7 @@ def test_after_a_change_of_drafter_no_request_runs_with_the_old_one(
         for reply in replies:
             done = list(reply)[-1]
             assert isinstance(done, lisa.Done) and done.stats.drafter == "ngram", "what runs is not disturbed"
-        assert not model._idle and model._budget.in_use == 0 and model.memory == model._budget.weights
+        assert not model._timelines.idle and model._budget.in_use == 0 and model.memory == model._budget.weights
         for n in (1, 9):
             assert model.generate([n, 2, 3], max_tokens=20).read().stats.drafter == "none"
 

@@ -50,7 +50,8 @@ FLOORS = {
     "pairing": "catalog drafters errors hub target types",
     "loader": "blas catalog convert engine errors fit hub memory metal pace pairing remember selfcheck target "
     "tokenizer types",
-    "api": "blas constrain errors grammar layers loader memory text tokenizer tools types worker engine",
+    "prefix": "engine",
+    "api": "blas constrain errors grammar layers loader memory prefix text tokenizer tools types worker engine",
     "server": "api errors text tools types",
     "prompts": "errors tokenizer types",
     "measure": "blas engine errors loader memory prompts types",
@@ -68,7 +69,7 @@ FLOORS = {
 WITHOUT_MLX = [
     *("types", "errors", "blas", "memory", "hub", "catalog", "text", "tokenizer", "worker", "chat", "cli", "tools"),
     *("bandwidth", "constrain", "doctor", "remember", "verdicts", "download", "fit", "grammar", "manage", "store"),
-    *("screen", "editor", "slash", "drawing"),
+    *("screen", "editor", "slash", "drawing", "prefix"),
     "__init__",
 ]
 

@@ -12,7 +12,7 @@ from mlx_lm.models import llama, qwen3, qwen3_5
 from lisa.engine import Engine, Session
 from lisa.pace import Fixed
 from lisa.sampling import Candidates, Sampler, draw
-from lisa.state import State
+from lisa.state import Snapshot, State
 from lisa.target import Hybrid, Target
 from lisa.types import Commit, Done, Event, Proposal, Request, Sampling, Stats, Tokens
 
@@ -129,6 +129,14 @@ class _TokenState(State):
         reached = super().rewind(length)
         self.tokens = self.tokens[:reached]
         return reached
+
+    def snapshot(self, length: int | None = None) -> Any:
+        saved = super().snapshot(length)
+        return Snapshot(saved.length, self.tokens[: saved.length], 0)
+
+    def restore(self, snapshot: Any) -> None:
+        super().restore(Snapshot(snapshot.length, (), 0))
+        self.tokens = snapshot.parts
 
 
 class ScriptedDrafter:
