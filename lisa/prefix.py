@@ -47,9 +47,8 @@ class Timelines:
         if not most:
             return None
         session = self.idle[at]
-        # What is lost is the end of the last turn, or less than half: nobody else will ask for it.
-        shared = session.shared(tokens)
-        return Found(session, shared >= session.turn or 2 * shared >= len(session.tokens))
+        # What is lost then is at most the last turn's answer, which nobody else will ask for.
+        return Found(session, session.shared(tokens) >= session.turn)
 
     def take(self, session: Session) -> Session:
         self.idle.remove(session)
