@@ -46,6 +46,7 @@ def load(
     blas: bool = True,
     strict: bool = False,
     context: int | None = None,
+    cache: float | None = None,
     slots: int = 1,
     queue: int | None = None,
     backlog: int | None = None,
@@ -57,7 +58,8 @@ def load(
     prompt lookup in front of it. `drafter_config` is a JSON file of fields that win over the drafter's own, and
     `drafter_bits` 8 or 4 packs its matrices. `width` fixes how many tokens are drafted at once (0..15). `kv_bits` 8 or
     4 packs the attention cache. `chunk` is the number of prompt tokens read at once. `offline` opens no connection.
-    `context` limits prompt and answer together to fewer tokens than the model was made for. `slots` requests run
+    `context` limits prompt and answer together to fewer tokens than the model was made for. `cache` is the most that
+    earlier conversations may keep, in GB (None: a quarter of the memory that the weights leave). `slots` requests run
     interleaved, each with a context of its own; `queue` more may wait, and `backlog` events of one may be left unread
     (None: any number). `say` takes progress lines.
 
@@ -67,6 +69,8 @@ def load(
     """
     if context is not None and context < 2:
         raise UsageError(f"a context holds at least 2 tokens, not {context}")
+    if cache is not None and not 0 <= cache < inf:
+        raise UsageError(f"cache is a number of GB, not {cache}")
     in_use = blas_.use(mkl=blas, strict=strict)
     worker = Worker(slots, queue, backlog)
 
@@ -90,7 +94,7 @@ def load(
         )
 
     try:
-        return Model(worker.call(loaded), worker, in_use, context)
+        return Model(worker.call(loaded), worker, in_use, context, cache)
     except BaseException as error:
         worker.close(wait=not isinstance(error, KeyboardInterrupt))  # a download can take an hour
         raise
@@ -167,12 +171,19 @@ def _answer(events: Sequence[Event]) -> Answer:
 class Model:
     """A loaded model. Its methods may be called from several threads; requests beyond `slots` wait their turn."""
 
-    def __init__(self, loaded: Loaded, worker: Worker, blas: blas_.Blas, context: int | None = None):
+    def __init__(
+        self,
+        loaded: Loaded,
+        worker: Worker,
+        blas: blas_.Blas,
+        context: int | None = None,
+        cache: float | None = None,
+    ):
         self._loaded: Loaded | None = loaded
         self._worker = worker
         self._grammars = Grammars(loaded.tokenizer)
         self._vocab = loaded.engine.target.vocab
-        self._budget = Budget(*_sizes(loaded))
+        self._budget = Budget(*_sizes(loaded), kept=None if cache is None else int(cache * 1e9))
         self._timelines = Timelines()  # touched on the worker's thread only
         self._chunk = loaded.engine.chunk
         self.tokenizer = loaded.tokenizer
@@ -390,7 +401,9 @@ class Model:
     def _keep(self, session: Session) -> None:
         if self._loaded is not None and session.engine is self._loaded.engine:  # else its drafter has been replaced
             self._timelines.keep(session)
-            self._timelines.make_room(lambda: self._timelines.nbytes <= self._budget.caches, spare=session)
+            # The latest one stays if any may, so that a long conversation is not read again each turn.
+            latest = session if self._budget.caches else None
+            self._timelines.make_room(lambda: self._timelines.nbytes <= self._budget.caches, spare=latest)
         self.memory = self._budget.weights + self._timelines.nbytes
 
     @property

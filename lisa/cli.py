@@ -39,6 +39,8 @@ DrafterBits = Annotated[int | None, typer.Option(help="8 or 4 packs the drafter'
 Width = Annotated[int | None, typer.Option(min=0, max=MAX_WIDTH, help="Tokens drafted at once.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Bit-equal rows on a CPU, slower.")]
 NoBlas = Annotated[bool, typer.Option("--no-blas", help="Leave Intel MKL out, on Linux.")]
+NoExact = Annotated[bool, typer.Option("--no-exact", help="On a Mac: plain steps as fast as can be.")]
+NoKernels = Annotated[bool, typer.Option("--no-kernels", help="On a Mac: MLX's own ops alone.")]
 
 
 app.command()(manage.pull)
@@ -104,8 +106,8 @@ def chat(
     offline: manage.Offline = False,
     strict: Strict = False,
     no_blas: NoBlas = False,
-    no_exact: Annotated[bool, typer.Option("--no-exact", help="On a Mac: plain steps as fast as can be.")] = False,
-    no_kernels: Annotated[bool, typer.Option("--no-kernels", help="On a Mac: MLX's own ops alone.")] = False,
+    no_exact: NoExact = False,
+    no_kernels: NoKernels = False,
 ) -> None:
     """Talk to a model: a conversation in a terminal, one answer to PROMPT or to piped text.
 
@@ -293,6 +295,12 @@ def serve(
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens read at once, between rounds of others.")] = 512,
     quantisation: manage.Quantisation = None,
     offline: manage.Offline = False,
+    no_exact: NoExact = False,
+    no_kernels: NoKernels = False,
+    cache: Annotated[
+        float | None,
+        typer.Option(min=0, help="GB that earlier conversations may keep; else a quarter of what is free."),
+    ] = None,
     strict: Strict = False,
     no_blas: NoBlas = False,
 ) -> None:
@@ -325,7 +333,10 @@ def serve(
         offline=offline,
         blas=not no_blas,
         strict=strict,
+        exact=not no_exact,
+        kernels=not no_kernels,
         context=context,
+        cache=cache,
         slots=max_concurrent,
         queue=max_queue,
         backlog=1024,

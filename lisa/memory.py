@@ -44,12 +44,14 @@ def cpu() -> str:
 class Budget:
     """Who may use how much of `limit` bytes: `weights`, running requests, and caches, which yield first.
 
-    A context takes `kv_bytes` for each token and `state_bytes` whatever its length. `held` is for one thread; the rest
-    may be asked from any.
+    A context takes `kv_bytes` for each token and `state_bytes` whatever its length. `kept` is the most that contexts of
+    earlier conversations may take, None for a quarter of what the weights leave. `held` is for one thread; the rest may
+    be asked from any.
     """
 
-    def __init__(self, limit: int, weights: int, kv_bytes: int, state_bytes: int):
+    def __init__(self, limit: int, weights: int, kv_bytes: int, state_bytes: int, kept: int | None = None):
         self.in_use = 0
+        self._kept = kept
         self.resize(limit, weights, kv_bytes, state_bytes)
 
     def resize(self, limit: int, weights: int, kv_bytes: int, state_bytes: int) -> None:
@@ -61,8 +63,9 @@ class Budget:
 
     @property
     def caches(self) -> int:
-        """Bytes that contexts of earlier conversations may keep: a quarter of what the weights leave."""
-        return max(0, self.limit - self.weights) // 4
+        """Bytes that contexts of earlier conversations may take."""
+        left = max(0, self.limit - self.weights)
+        return left // 4 if self._kept is None else min(left, self._kept)
 
     def marks(self, n: int) -> int:
         """Bytes of `n` marks on a context."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tiny import VOCAB, events, outcome, session, target
 
 import lisa
 from lisa.engine import Session
+from lisa.errors import UsageError
 from lisa.memory import Budget
 from lisa.prefix import LAST, Timelines, places
 from lisa.types import MARKS, Request, Sampling
@@ -224,6 +224,21 @@ def test_marks_are_left_out_before_a_request_is_refused(model: lisa.Model) -> No
     assert all(not each.marks for each in model._timelines.idle)
 
 
-def test_caches_are_a_part_of_what_the_weights_leave() -> None:
+def test_caches_are_a_part_of_what_the_weights_leave_or_what_was_said() -> None:
     assert Budget(1000, 600, 1, 10).caches == 100 and Budget(500, 600, 1, 10).caches == 0
-    assert replace(other(0), marks=()).marks == () and Budget(1000, 600, 1, 10).marks(3) == 30
+    assert Budget(1000, 600, 1, 10, kept=50).caches == 50 and Budget(1000, 600, 1, 10, kept=900).caches == 400
+    assert Budget(1000, 600, 1, 10).marks(3) == 30
+
+
+@pytest.mark.parametrize(("cache", "kept"), [(0.0, 0), (1e-9, 1), (None, 3)])
+def test_as_much_is_kept_as_was_said_and_the_latest_if_any(folder: Path, cache: float | None, kept: int) -> None:
+    with lisa.load(str(folder), cache=cache) as model:
+        for word in ("hello", "and", "the"):
+            asked(model, [user(word)])
+        assert len(model._timelines.idle) == kept
+
+
+@pytest.mark.parametrize("cache", [-1.0, float("nan"), float("inf")])
+def test_a_cache_of_no_size_is_refused(folder: Path, cache: float) -> None:
+    with pytest.raises(UsageError, match="GB"):
+        lisa.load(str(folder), cache=cache)
