@@ -48,6 +48,7 @@ bench: setup
 	$(BIN)/lisa bench smollm2-135m --drafters ngram --save
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[serve]"
 	$(BIN)/python -m bench.serve --save
+	$(BIN)/python -m bench.prefix --save
 	@if [ "$$(uname -s)-$$(uname -m)" = Darwin-arm64 ]; then $(BIN)/python -m bench.claim; $(BIN)/python -m bench.kernels; fi
 	$(BIN)/python -m bench.report
 

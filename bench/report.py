@@ -143,7 +143,24 @@ def _serve(report: Report) -> Iterator[str]:
     yield "Lisa takes turns between its clients; mlx-lm's server batches them into one forward."
 
 
-SECTIONS = {"plain": _plain, "blas": _blas, "host": _host, "drafters": _drafters, "serve": _serve}
+def _prefix(report: Report) -> Iterator[str]:
+    yield f"An agent's conversation of {report['turns']} turns with tool calls, two requests a turn."
+    yield ""
+    yield "| server | repeated tokens read again | first token ms, median | in the last two turns |"
+    yield "|---|---|---|---|"
+    for arm, row in report["arms"].items():
+        share = f"{100 * row['read_again']:.0f} %"
+        yield f"| {arm} | {share} | {row['ttft_median_ms']:.0f} | {row['ttft_last_ms']:.0f} |"
+
+
+SECTIONS = {
+    "plain": _plain,
+    "blas": _blas,
+    "host": _host,
+    "drafters": _drafters,
+    "serve": _serve,
+    "prefix": _prefix,
+}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

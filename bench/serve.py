@@ -50,11 +50,14 @@ class Arm:
 
 @dataclass
 class Stream:
-    """One client's answer: when it asked, when each piece came, and the tokens the server counted."""
+    """One client's answer: when it asked, when each piece came, and the tokens the server counted: of the answer, of
+    the prompt, and those of the prompt that were not read again."""
 
     asked: float
     pieces: list[float] = field(default_factory=list)
     tokens: int = 0
+    prompt: int = 0
+    cached: int = 0
 
     @property
     def first(self) -> float:
@@ -127,7 +130,7 @@ def run(arms: dict[str, Arm], clients: list[int], tokens: int, repeats: int) -> 
     for _ in range(repeats):
         for name, arm in arms.items():
             with serving(arm.command) as (port, process):
-                ask(port, arm.model, "Hello.", 4)  # the first request pays for what is made once
+                ask(port, arm.model, said("Hello."), 4)  # the first request pays for what is made once
                 for n in clients:
                     found[name][n].append(measured(load(port, arm.model, n, tokens)) | {"memory": memory(process.pid)})
     return {
@@ -182,7 +185,7 @@ def load(port: int, model: str, clients: int, tokens: int) -> list[Stream]:
     def client(i: int) -> None:
         ready.wait()
         # A number in front: no server has read the prompt before.
-        streams.append(ask(port, model, f"{clients}.{i}: {PROMPTS[i % len(PROMPTS)]}", tokens))
+        streams.append(ask(port, model, said(f"{clients}.{i}: {PROMPTS[i % len(PROMPTS)]}"), tokens))
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
     for thread in threads:
@@ -194,15 +197,21 @@ def load(port: int, model: str, clients: int, tokens: int) -> list[Stream]:
     return streams
 
 
-def ask(port: int, model: str, prompt: str, tokens: int) -> Stream:
+def said(prompt: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def ask(port: int, model: str, messages: list[dict[str, Any]], tokens: int, tools: Any = None) -> Stream:
+    """The streamed answer of chat completions."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": prompt}],
+        "messages": messages,
         "max_tokens": tokens,
         "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **({"tools": tools} if tools else {}),
     }
     stream = Stream(time.perf_counter())
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -211,10 +220,11 @@ def ask(port: int, model: str, prompt: str, tokens: int) -> Stream:
             continue
         chunk = json.loads(line[6:])
         delta = chunk["choices"][0].get("delta", {}) if chunk.get("choices") else {}
-        if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
+        if any(delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")):
             stream.pieces.append(time.perf_counter())
-        if chunk.get("usage"):
-            stream.tokens = chunk["usage"]["completion_tokens"]
+        if usage := chunk.get("usage"):
+            stream.tokens, stream.prompt = usage["completion_tokens"], usage["prompt_tokens"]
+            stream.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return stream
 
 

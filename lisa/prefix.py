@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # importing it brings MLX in
 
 LAST = 3
 """Turns at the end of a prompt that are marked, beside the first: the next prompt often strips their thinking."""
+LEAST = 16
+"""Tokens that another conversation must share to be branched from; every prompt of a template begins with some."""
 STRIDE = 4
 """Chunks of a long prompt from mark to mark."""
 
@@ -48,7 +50,8 @@ class Timelines:
             return None
         session = self.idle[at]
         # What is lost then is at most the last turn's answer, which nobody else will ask for.
-        return Found(session, session.shared(tokens) >= session.turn)
+        goes_on = session.shared(tokens) >= session.turn
+        return Found(session, goes_on) if goes_on or most >= LEAST else None
 
     def take(self, session: Session) -> Session:
         self.idle.remove(session)

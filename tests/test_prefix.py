@@ -15,7 +15,7 @@ import lisa
 from lisa.engine import Session
 from lisa.errors import UsageError
 from lisa.memory import Budget
-from lisa.prefix import LAST, Timelines, places
+from lisa.prefix import LAST, LEAST, Timelines, places
 from lisa.types import MARKS, Request, Sampling
 
 A = tuple((7 * i + 3) % VOCAB for i in range(23))
@@ -211,8 +211,9 @@ def test_a_prompt_takes_the_conversation_it_goes_on_from_and_branches_from_one_i
     assert timelines.find((30, 31, 32)) is None
     found = timelines.find((*A, 1, 2))
     assert found is not None and found.goes_on and found.session is long
-    found = timelines.find((*A[:5], 40, 41))
+    found = timelines.find((*A[:LEAST], 40, 41))
     assert found is not None and not found.goes_on
+    assert timelines.find((*A[: LEAST - 1], 40, 41)) is None, "not worth a branch"
 
 
 def test_marks_are_left_out_before_a_request_is_refused(model: lisa.Model) -> None:

@@ -70,3 +70,19 @@ def test_speculative_text_equals_plain_text_on_twenty_prompts(smollm2: Loaded, s
         assert ids(smollm2, lambda script=mixed: ScriptedDrafter(script, taps=(1, 15)), request, 5) == plain, text
         if "epeat" in text or "Copy" in text:
             assert ids(smollm2, Ngram, request, 7) == plain, text
+
+
+def test_two_prompts_that_share_any_m_tokens_are_answered_as_by_a_cold_run(smollm2: Loaded) -> None:
+    first = tuple(smollm2.tokenizer.render([{"role": "user", "content": PROMPTS[6]}]))
+    for m in range(3, len(first) - 1, 5):
+        rest = smollm2.tokenizer.encode(" repeat it twice, twice: one two three, one two three")
+        request = Request((*first[:m], *rest), Sampling(), max_tokens=8, logprobs=2)
+        cold = outcome(events(session(smollm2.engine.target, Ngram, 4, chunk=512), request))
+        warm = session(smollm2.engine.target, Ngram, 4, chunk=512)
+        outcome(events(warm, Request(first, Sampling(), max_tokens=4)))
+        shared = warm.usable(request.tokens)
+        assert shared >= m
+        for made in (warm.branch(request.tokens), warm):
+            *said, stats = outcome(events(made, request))
+            assert said == list(cold[:4]) and stats.cached_tokens == shared
+            assert (stats.drafted, stats.accepted) == (cold[4].drafted, cold[4].accepted)
